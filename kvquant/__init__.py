@@ -1,0 +1,86 @@
+"""Mixed-precision KV-cache compression for long-context inference.
+
+    import kvquant
+    cache = kvquant.KVQuantCache.for_model(model, "int4")
+    out = model.generate(**inputs, cache=cache)
+    print(cache.stats())
+
+Names resolve on first use, so importing the package loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .blocks import BlockKey, CompressedTensor, KVBlock
+    from .cache.hf import KVQuantCache
+    from .cache.hooks import disable, enable
+    from .codecs import Codec, get_codec, register_codec
+    from .errors import (
+        CacheStateError,
+        CodecError,
+        FormatError,
+        KVQuantError,
+        PolicyError,
+        UnsupportedError,
+    )
+    from .keys import model_fingerprint
+    from .policy import LayerPolicy, PrecisionPolicy, preset_names
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BlockKey": "blocks",
+    "CacheStateError": "errors",
+    "Codec": "codecs",
+    "CodecError": "errors",
+    "CompressedTensor": "blocks",
+    "FormatError": "errors",
+    "KVBlock": "blocks",
+    "KVQuantCache": "cache.hf",
+    "KVQuantError": "errors",
+    "LayerPolicy": "policy",
+    "PolicyError": "errors",
+    "PrecisionPolicy": "policy",
+    "UnsupportedError": "errors",
+    "disable": "cache.hooks",
+    "enable": "cache.hooks",
+    "get_codec": "codecs",
+    "model_fingerprint": "keys",
+    "preset_names": "policy",
+    "register_codec": "codecs",
+}
+
+__all__ = [
+    "BlockKey",
+    "CacheStateError",
+    "Codec",
+    "CodecError",
+    "CompressedTensor",
+    "FormatError",
+    "KVBlock",
+    "KVQuantCache",
+    "KVQuantError",
+    "LayerPolicy",
+    "PolicyError",
+    "PrecisionPolicy",
+    "UnsupportedError",
+    "disable",
+    "enable",
+    "get_codec",
+    "model_fingerprint",
+    "preset_names",
+    "register_codec",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,325 @@
+"""`KVQuantCache`: the compressed cache as a transformers `Cache`, in dense mode.
+
+Layers that are compressed share one set of rows and block tables; every other layer is transformers' own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from ..arena import SlotPool
+from ..blocks import BlockKey, KVBlock
+from ..errors import CacheStateError, UnsupportedError
+from ..geometry import decoder_config
+from ..keys import Identity, content_keys, model_fingerprint
+from ..policy import PrecisionPolicy, ResolvedLayer, ResolvedPolicy
+from .calls import Calls
+from .layer import History
+from .rows import Rows
+from .stats import CacheStats, LayerStats
+
+
+class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+    """One compressed layer: a `History` of keys and one of values."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, index: int, calls: Calls, key: History, value: History) -> None:
+        self.index = index
+        self.calls = calls
+        self.key = key
+        self.value = value
+        self.columns = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: the first `update` does."""
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the layer holds anything."""
+        return self.columns > 0
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All keys decoded, ``[rows, heads, columns, dim]``; for inspection."""
+        return self.key.dense(self.calls.rows.view()) if self.columns else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """All values decoded, like `keys`."""
+        return self.value.dense(self.calls.rows.view()) if self.columns else None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append ``[rows, heads, new, dim]`` and return all columns, history decoded, new ones as given."""
+        call = self.calls.take(self.index, self.columns, key_states.shape[0], key_states.shape[2])
+        keys, values = self.key.append(key_states, call), self.value.append(value_states, call)
+        self.columns += call.new
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns attended by a call of ``query_length``, 0)."""
+        return self.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns held, padding included."""
+        return self.columns
+
+    def get_max_length(self) -> int:
+        """-1: no limit."""
+        return -1
+
+    def fork(self, calls: Calls) -> KVQuantLayer:
+        """A copy that belongs to ``calls`` and shares every block."""
+        twin = KVQuantLayer(self.index, calls, self.key.fork(), self.value.fork())
+        twin.columns = self.columns
+        return twin
+
+
+class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """A KV cache that compresses all but the last tokens, by a per-layer precision policy.
+
+    Build with `for_model` and pass to ``model.generate(…, cache=cache)`` or ``model(…, cache=cache)``. A batch
+    with padding needs `kvquant.enable` on the model, or a call of `begin` before each forward pass.
+    """
+
+    def __init__(self, resolved: ResolvedPolicy, config: Any, tenant: str = "", adapter: str = "") -> None:
+        """Build from a policy resolved for ``config``; `for_model` is the usual way."""
+        policy = resolved.policy
+        self.resolved = resolved
+        self.tenant, self.adapter = tenant, adapter
+        self.rows = Rows(SlotPool(), policy.block_tokens, policy.recent_tokens)
+        self._calls = Calls(self.rows)
+        self._config = decoder_config(config)
+        self._model: weakref.ref[Any] | None = None
+        self._bytes: dict[int, int] = {}  # per compressed layer, as of its last update
+        self._peak = 0
+        layers = DynamicCache(config=config).layers
+        for layer in resolved.layers:
+            if layer.policy is not None:
+                layers[layer.index] = self._layer(layer)
+        super().__init__(layers=layers)
+
+    @classmethod
+    def for_model(
+        cls, model: Any, policy: str | Path | PrecisionPolicy, *, tenant: str = "", adapter: str = ""
+    ) -> Self:
+        """An empty cache for a transformers model (or its config).
+
+        ``policy`` is a preset's name, a YAML file or a `PrecisionPolicy`. ``tenant`` and ``adapter`` become part
+        of content keys. Raises `PolicyError` or `UnsupportedError` in one line.
+        """
+        config = getattr(model, "config", model)
+        if not hasattr(config, "get_text_config"):
+            raise UnsupportedError(f"{type(model).__name__} is neither a transformers model nor its config")
+        if not isinstance(policy, PrecisionPolicy):
+            policy = PrecisionPolicy.load(policy)
+        cache = cls(policy.resolve(config), config, tenant, adapter)
+        if model is not config:
+            cache._model = weakref.ref(model)
+        return cache
+
+    def begin(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        new: int | None = None,
+    ) -> None:
+        """Announce the next forward pass: what its ``new`` columns are, and which are padding.
+
+        ``input_ids`` ``[rows, new]`` give content keys; a 2-D ``attention_mask`` ``[rows, held + new]`` tells
+        left padding, which is then not stored; ``position_ids`` are checked to continue the cache. Masks of other
+        ranks are left to the model. Raises `CacheStateError`.
+        """
+        if new is None:
+            if input_ids is None:
+                raise CacheStateError("begin() needs input_ids, or the number of new columns as new=")
+            new = input_ids.shape[1]
+        mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+        self._calls.announce(new, input_ids, mask, position_ids)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append to layer ``layer_idx`` and return what its attention reads; see `KVQuantLayer.update`."""
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if isinstance(layer, KVQuantLayer):
+            self._bytes[layer_idx] = sum(layer.key.nbytes() + layer.value.nbytes())
+            self._peak = max(self._peak, sum(self._bytes.values()) + 2 * (keys.numel() + values.numel()))
+        return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` columns (transformers counts in negatives); 0 does nothing.
+
+        Sealed codes stay as they are; a block cut in two keeps its first part.
+        """
+        if tokens_to_remove > 0:
+            raise CacheStateError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative")
+        self._calls.settle()
+        self.rows.crop(-tokens_to_remove)
+        for layer in self.layers:
+            if isinstance(layer, KVQuantLayer):
+                layer.key.crop(self.rows.rows)
+                layer.value.crop(self.rows.rows)
+                layer.columns = min(layer.columns, self.rows.width)
+            else:
+                layer.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes row ``beam_idx[i]``: pointer work, no code moves."""
+        self._select(beam_idx.tolist())
+        for layer in self._foreign():
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row ``repeats`` times in a row, sharing its blocks."""
+        self._select([index for index in range(len(self.rows.rows)) for _ in range(repeats)])
+        for layer in self._foreign():
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices`` (integers, or a mask) only."""
+        picked = torch.as_tensor(indices)
+        if picked.dtype == torch.bool:
+            picked = picked.nonzero().flatten()
+        self._select(picked.tolist())
+        for layer in self._foreign():
+            layer.batch_select_indices(indices)
+
+    def reset(self) -> None:
+        """Forget everything; memory is freed unless a copy of the cache shares it."""
+        self.rows.clear()
+        self.rows.width = 0
+        self._calls.forget()
+        self._bytes.clear()
+        self._peak = 0
+        for layer in self.layers:
+            if isinstance(layer, KVQuantLayer):
+                layer.key.clear()
+                layer.value.clear()
+                layer.columns = 0
+            else:
+                layer.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A cache of its own that shares sealed blocks by reference and copies the tails."""
+        self._calls.settle()
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.rows = self.rows.fork()
+        twin._calls = self._calls.fork(twin.rows)
+        twin._bytes = dict(self._bytes)
+        twin.layers = [
+            layer.fork(twin._calls) if isinstance(layer, KVQuantLayer) else copy.deepcopy(layer, memo)
+            for layer in self.layers
+        ]
+        return twin
+
+    def block(self, layer: int, row: int, number: int) -> KVBlock:
+        """A copy of the ``number``-th sealed span of a row in one layer."""
+        target = self.layers[layer]
+        if not isinstance(target, KVQuantLayer):
+            raise CacheStateError(f"layer {layer} is not compressed: {type(target).__name__}")
+        entry = self.rows.rows[row]
+        if not 0 <= number < len(entry.slots):
+            raise CacheStateError(f"row {row} has {len(entry.slots)} sealed blocks, there is no number {number}")
+        first = entry.ends[number - 1] if number else 0
+        key, key_sinks = target.key.block(entry, number)
+        value, value_sinks = target.value.block(entry, number)
+        sinks = (key_sinks, value_sinks) if key_sinks is not None and value_sinks is not None else None
+        return KVBlock(key, value, first % self.rows.block_tokens, entry.ends[number] - first, sinks)
+
+    def block_key(self, layer: int, row: int, number: int) -> BlockKey:
+        """The runtime handle of a block: unique within the process, new whenever the row is copied."""
+        return BlockKey(self.rows.rows[row].sequence, layer, number)
+
+    def content_keys(self, row: int) -> list[bytes]:
+        """Content keys of a row's sealed blocks; needs a cache built for a model and ids told by `begin`."""
+        entry = self.rows.rows[row]
+        model = self._model() if self._model is not None else None
+        if model is None:
+            raise CacheStateError("content keys need the model: build the cache with for_model(model, …)")
+        if entry.ids is None:
+            raise CacheStateError("content keys need token ids: use kvquant.enable(model), or begin(input_ids)")
+        identity = Identity(
+            model=model_fingerprint(model),
+            policy=self.resolved.policy.fingerprint(),
+            dtype=str(model.dtype),
+            positions=json.dumps(getattr(self._config, "rope_parameters", None), sort_keys=True, default=str),
+            adapter=self.adapter,
+            tenant=self.tenant,
+        )
+        ids = torch.cat(entry.ids) if entry.ids else torch.empty(0, dtype=torch.int64)
+        return content_keys(identity, ids[: entry.sealed], self.rows.block_tokens)
+
+    def stats(self) -> CacheStats:
+        """What the cache holds and has done; see `CacheStats`."""
+        layers, elements, other = [], 0, 0
+        encode = decode = 0.0
+        for resolved, layer in zip(self.resolved.layers, self.layers, strict=True):
+            if not isinstance(layer, KVQuantLayer):
+                other += _other_bytes(layer)
+                layers.append(LayerStats(resolved.index, resolved.kind, None, None, 0, 0))
+                continue
+            key, value = layer.key, layer.value
+            (key_blocks, key_raw), (value_blocks, value_raw) = key.nbytes(), value.nbytes()
+            names = key.codec.name, value.codec.name
+            layers.append(
+                LayerStats(resolved.index, resolved.kind, *names, key_blocks + value_blocks, key_raw + value_raw)
+            )
+            elements += key.token_elements + value.token_elements
+            encode += key.encode_seconds + value.encode_seconds
+            decode += key.decode_seconds + value.decode_seconds
+        tokens = tuple(row.length for row in self.rows.rows)
+        return CacheStats(
+            layers=tuple(layers),
+            tokens=tokens,
+            blocks=sum(len(row.slots) for row in self.rows.rows),
+            kv_bytes=sum(layer.kv_bytes for layer in layers),
+            kv_bytes_baseline=2 * elements * sum(tokens),
+            other_bytes=other,
+            peak_kv_bytes=self._peak,
+            encode_seconds=encode,
+            decode_seconds=decode,
+        )
+
+    def _layer(self, layer: ResolvedLayer) -> KVQuantLayer:
+        policy = self.resolved.policy
+        assert layer.policy is not None
+        histories = [
+            History(codec, self.rows.pool, policy.block_tokens, policy.sink_tokens)
+            for codec in (layer.policy.key, layer.policy.value)
+        ]
+        return KVQuantLayer(layer.index, self._calls, *histories)
+
+    def _foreign(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, KVQuantLayer)]
+
+    def _select(self, indices: Sequence[int]) -> None:
+        self._calls.settle()
+        if not self.rows.rows:
+            return
+        self.rows.select(indices)
+        for layer in self.layers:
+            if isinstance(layer, KVQuantLayer):
+                layer.key.select(indices)
+                layer.value.select(indices)
+
+
+def _other_bytes(layer: Any) -> int:
+    """Bytes of the tensors of a layer that passes through, floats at 2 bytes each."""
+    tensors = [value for value in vars(layer).values() if isinstance(value, Tensor) and value.dim() > 1]
+    return sum(tensor.numel() * (2 if tensor.is_floating_point() else tensor.itemsize) for tensor in tensors)

@@ -1,0 +1,67 @@
+"""`enable` and `disable`: tell a `KVQuantCache` what each forward pass brings.
+
+A cache alone sees keys and values, never token ids or padding. `enable` puts one removable pre-hook on the
+model's decoder that announces them through `KVQuantCache.begin`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.cache_utils import EncoderDecoderCache
+
+from ..errors import UnsupportedError
+from .hf import KVQuantCache
+
+CACHE_NAMES = ("cache", "past_key_values")  # the argument's name, and its name before transformers 5.24
+
+_hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+
+
+def enable(model: nn.Module) -> None:
+    """Install the hook on a transformers model; does nothing if it is there already.
+
+    With it, left padding takes no memory, blocks get content keys and inputs that do not continue the cache are
+    refused. Forward passes with other caches are not affected. Raises `UnsupportedError` for a model whose decoder
+    takes no cache.
+    """
+    decoder = _decoder(model)
+    names = tuple(inspect.signature(decoder.forward).parameters)
+    if not any(name in names for name in CACHE_NAMES):
+        raise UnsupportedError(
+            f"{type(decoder).__name__}.forward takes neither {' nor '.join(CACHE_NAMES)}: there is no cache to serve"
+        )
+    if decoder not in _hooks:
+        _hooks[decoder] = decoder.register_forward_pre_hook(partial(_announce, names), with_kwargs=True)
+
+
+def disable(model: nn.Module) -> None:
+    """Remove what `enable` installed, if anything."""
+    if handle := _hooks.pop(_decoder(model), None):
+        handle.remove()
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise UnsupportedError(f"{type(model).__name__} is not a transformers model")
+    get_decoder: Any = getattr(model, "get_decoder", None)
+    decoder = get_decoder() if get_decoder else None
+    return decoder if isinstance(decoder, nn.Module) else model
+
+
+def _announce(names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = dict(zip(names, args, strict=False)) | kwargs
+    cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if not isinstance(cache, KVQuantCache):
+        return
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    shaped = ids if isinstance(ids, Tensor) else embeds
+    if isinstance(shaped, Tensor):
+        cache.begin(ids, given.get("attention_mask"), given.get("position_ids"), new=shaped.shape[1])

@@ -1,0 +1,209 @@
+"""One layer's keys or values: a tail at model precision and sealed blocks, row by row.
+
+    appended ──> tail ──(a block beyond the last `recent_tokens` is complete)──> codec ──> arena slot
+                  │                                                                          │
+                  └──────────────── attended: history, tail, new tokens <────── decoded ─────┘
+
+Nothing here knows transformers. Tails are never written in place, so rows may share them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..arena import Arena, SlotPool
+from ..blocks import CompressedTensor
+from ..codecs import Codec, Fields
+from ..errors import CacheStateError
+from .rows import Call, Piece, Row, RowCall
+
+CHUNK_ELEMENTS = 1 << 20  # codecs work on at most about this many values at once, to stay in the CPU's caches
+
+
+class History:
+    """The keys, or the values, of one layer for all rows of a batch.
+
+    Tensors that come in and go out are ``[rows, heads, columns, dim]``; heads, dim, dtype and device are those
+    of the first call.
+    """
+
+    def __init__(self, codec: Codec, pool: SlotPool, block_tokens: int, sink_tokens: int) -> None:
+        self.codec = codec
+        self.block_tokens = block_tokens
+        self.sink_tokens = 0 if codec.lossless else sink_tokens
+        self.tails: list[Tensor] = []  # per row [heads, tokens, dim]
+        self.arena: Arena | None = None
+        self.encode_seconds = 0.0
+        self.decode_seconds = 0.0
+        self._pool = pool
+
+    def append(self, fresh: Tensor, call: Call) -> Tensor:
+        """Take the call's new columns and return all columns, the new ones as given; seal what is complete.
+
+        Padding columns of earlier calls come back as zeros.
+        """
+        if self.arena is None:
+            _, heads, _, dim = fresh.shape
+            layout = self.codec.layout(heads, self.block_tokens, dim, fresh.dtype)
+            self.arena = Arena(self._pool, layout, fresh.device)
+        if not self.tails:
+            self.tails = [fresh.new_empty(fresh.shape[1], 0, fresh.shape[3]) for _ in call.rows]
+        self._check(fresh)
+        dense = self._dense(fresh, call)
+        with torch.no_grad():
+            for index, row in enumerate(call.rows):
+                if row.fresh:
+                    new = fresh[index, :, call.new - row.fresh :]
+                    self.tails[index] = torch.cat((self.tails[index], new.detach()), dim=1)
+            if call.runs:
+                self._seal(call)
+        return dense
+
+    def dense(self, call: Call) -> Tensor:
+        """All columns as a call that adds none would attend to them."""
+        rows, (heads, _, dim) = len(self.tails), self.tails[0].shape
+        return self._dense(self.tails[0].new_empty(rows, heads, 0, dim), call)
+
+    def block(self, row: Row, number: int) -> tuple[CompressedTensor, Tensor | None]:
+        """Codes, and raw sinks, of the ``number``-th span in a row's table (copies)."""
+        assert self.arena is not None
+        slot = row.slots[number]
+        (run,) = self._pool.runs([slot])
+        fields = {name: field[0].clone() for name, field in self.arena.read(run).items()}
+        heads, _, dim = self.tails[0].shape
+        shape = (heads, self.block_tokens, dim)
+        return CompressedTensor(self.codec.name, shape, self.tails[0].dtype, fields), self.arena.raw.get(slot)
+
+    def crop(self, rows: Sequence[Row]) -> None:
+        """Follow rows that were cropped: tails lose their last tokens."""
+        self.tails = [tail[:, : row.length - row.sealed] for tail, row in zip(self.tails, rows, strict=False)]
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Follow rows that were selected; tails are shared, not copied."""
+        if self.tails:
+            self.tails = [self.tails[index] for index in indices]
+
+    def clear(self) -> None:
+        """Forget all rows; memory of blocks is freed where no other cache uses the pool."""
+        self.tails = []
+        if self.arena is not None and not self._pool.live:
+            self.arena.clear()
+
+    def fork(self) -> History:
+        """A copy that shares blocks and, until it grows, tails."""
+        twin = History(self.codec, self._pool, self.block_tokens, self.sink_tokens)
+        twin.arena = self.arena
+        twin.tails = [tail.clone() for tail in self.tails]
+        return twin
+
+    @property
+    def token_elements(self) -> int:
+        """Values one token has here, over all heads; 0 before the first call."""
+        return self.tails[0].shape[0] * self.tails[0].shape[2] if self.tails else 0
+
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes allocated for (sealed blocks, raw tokens); values at model precision count 2 bytes each."""
+        if self.arena is None:
+            return 0, 0
+        blocks = sum(
+            tensor.numel() * (2 if self.codec.lossless else tensor.itemsize) for tensor in self.arena.storages()
+        )
+        raw = sum(tensor.numel() for tensor in self._raw_tensors())
+        return blocks, 2 * raw
+
+    def _raw_tensors(self) -> Iterator[Tensor]:
+        assert self.arena is not None
+        yield from self.tails
+        yield from (sinks for slot, sinks in self.arena.raw.items() if self._pool.references(slot))
+
+    def _check(self, fresh: Tensor) -> None:
+        tail = self.tails[0]
+        if fresh.shape[0] != len(self.tails):
+            raise CacheStateError(f"a batch of {fresh.shape[0]} rows, but the cache holds {len(self.tails)} rows")
+        if (fresh.shape[1], fresh.shape[3], fresh.dtype) != (tail.shape[0], tail.shape[2], tail.dtype):
+            raise CacheStateError(
+                f"states of {fresh.shape[1]} heads × {fresh.shape[3]} in {fresh.dtype}, "
+                f"but the cache holds {tail.shape[0]} heads × {tail.shape[2]} in {tail.dtype}"
+            )
+
+    def _dense(self, fresh: Tensor, call: Call) -> Tensor:
+        if not call.past:
+            return fresh.contiguous()
+        started = time.perf_counter()
+        rows, heads, new, dim = fresh.shape
+        dense = fresh.new_empty(rows, heads, call.past + new, dim)
+        with torch.no_grad():
+            for index, row in enumerate(call.rows):
+                dense[index, :, : row.start] = 0
+                tokens = dense[index, :, row.start : call.past]
+                self._decode(row.history, tokens)
+                tokens[:, row.sealed :] = self.tails[index]
+        dense[:, :, call.past :] = fresh
+        self.decode_seconds += time.perf_counter() - started
+        return dense
+
+    def _decode(self, pieces: Sequence[Piece], out: Tensor) -> None:
+        """Decode sealed tokens into ``out[heads, token, dim]``, by their number in the row."""
+        assert self.arena is not None
+        for piece in pieces:
+            first, offset = piece.first, piece.offset
+            for fields in _chunks(self.arena.read(piece.run), out.shape[0] * self.block_tokens * out.shape[2]):
+                blocks = self.codec.decode(fields, out.shape[2], out.dtype).transpose(0, 1)  # [heads, n, tokens, dim]
+                count = min(piece.stop - first, blocks.shape[1] * self.block_tokens - offset)
+                target = out[:, first : first + count]
+                if count == blocks.shape[1] * self.block_tokens:
+                    torch.unflatten(target, 1, blocks.shape[1:3]).copy_(blocks)
+                else:
+                    target.copy_(blocks.flatten(1, 2)[:, offset : offset + count])
+                first, offset = first + count, 0
+            if piece.first < self.sink_tokens:
+                stop = min(piece.stop, self.sink_tokens)
+                sinks = self.arena.raw[self._pool.slot(piece.run)]
+                out[:, piece.first : stop] = sinks[:, : stop - piece.first]
+
+    def _seal(self, call: Call) -> None:
+        """Encode what each row seals, write it to the call's slots and shorten the tails."""
+        assert self.arena is not None
+        started = time.perf_counter()
+        batches = []
+        for index, row in enumerate(call.rows):
+            if row.slots:
+                tail = self.tails[index]
+                batches.append(self._cut(tail[:, : row.sealing], row))
+                self.tails[index] = tail[:, row.sealing :].clone()  # a view would keep the whole prompt alive
+        blocks = torch.cat(batches) if len(batches) > 1 else batches[0]
+        step = max(1, CHUNK_ELEMENTS // blocks[0].numel())
+        encoded = [self.codec.encode(part) for part in torch.split(blocks, step)]
+        self.arena.write(call.runs, {name: torch.cat([part[name] for part in encoded]) for name in encoded[0]})
+        self.encode_seconds += time.perf_counter() - started
+
+    def _cut(self, tokens: Tensor, row: RowCall) -> Tensor:
+        """Cut ``[heads, tokens, dim]`` into blocks ``[n, heads, block_tokens, dim]``, setting sinks aside.
+
+        Places of a block that hold no token of its own, or one kept raw, take the first token after them, so
+        that they do not widen the range of the codes.
+        """
+        assert self.arena is not None
+        for slot in row.slots:
+            self.arena.raw.pop(slot, None)  # of a block that is gone
+        offset = row.sealed % self.block_tokens
+        if offset:
+            tokens = torch.cat((tokens[:, :1].expand(-1, offset, -1), tokens), dim=1)
+        blocks = torch.unflatten(tokens, 1, (-1, self.block_tokens)).transpose(0, 1).contiguous()
+        if row.sealed < self.sink_tokens:
+            self.arena.raw[row.slots[0]] = blocks[0, :, offset : self.sink_tokens].clone()
+            if self.sink_tokens < self.block_tokens:
+                blocks[0, :, : self.sink_tokens] = blocks[0, :, self.sink_tokens, None]
+        return blocks
+
+
+def _chunks(fields: Fields, elements: int) -> Iterator[Fields]:
+    """Slices of fields over blocks, each of about CHUNK_ELEMENTS values at ``elements`` a block."""
+    count = len(next(iter(fields.values())))
+    step = max(1, CHUNK_ELEMENTS // elements)
+    for first in range(0, count, step):
+        yield {name: field[first : first + step] for name, field in fields.items()}

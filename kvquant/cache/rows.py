@@ -1,0 +1,223 @@
+"""The sequences of a batch: what each holds, where its blocks are, and what a forward call adds to it.
+
+No tensors of keys or values here. A row is one sequence; its tokens are counted from its first real token, so
+left padding occupies nothing. A batch is as wide as its columns: token ``p`` of a row stands in column
+``start + p``, and all rows end at the same column.
+
+    columns   0 1 2 3 4 5 6 7 8 9          block_tokens 4, recent_tokens 1
+    row 0     t t t t t t t t t t          start 0, length 10: blocks [0,4) [4,8), tail 8 9
+    row 1     · · · t t t t t t t          start 3, length 7:  block [0,4), tail 4 5 6
+
+A block table entry is a slot and the token where its span ends. Spans are whole blocks, except around a token
+where the row was cropped: codes are never rewritten, so the rest of that block gets a slot of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..arena import Run, SlotPool
+from ..errors import CacheStateError
+
+_sequences = itertools.count()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens ``first ≤ p < stop`` of a row, in a run of slots, the first of them ``offset`` tokens into it."""
+
+    run: Run
+    first: int
+    stop: int
+    offset: int
+
+
+@dataclass
+class Row:
+    """One sequence. ``ends[i]`` is where the span in ``slots[i]`` ends; ``ids`` is None once some are unknown."""
+
+    start: int = 0
+    length: int = 0
+    slots: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    ids: list[Tensor] | None = field(default_factory=list)
+    sequence: int = field(default_factory=lambda: next(_sequences))
+
+    @property
+    def sealed(self) -> int:
+        """Tokens in blocks; the tail holds the rest."""
+        return self.ends[-1] if self.ends else 0
+
+    def fork(self) -> Row:
+        """A copy that is a sequence of its own from here on."""
+        ids = None if self.ids is None else list(self.ids)
+        return Row(self.start, self.length, list(self.slots), list(self.ends), ids)
+
+
+@dataclass(frozen=True)
+class RowCall:
+    """What one forward call does to a row.
+
+    ``history`` are the blocks from before the call, ``sealed`` the tokens in them. ``fresh`` tokens arrive, the
+    last columns of the call. After it, the first ``sealing`` tokens of the tail go into ``slots``.
+    """
+
+    start: int
+    history: tuple[Piece, ...]
+    sealed: int
+    tail: int
+    fresh: int
+    slots: tuple[int, ...]
+    sealing: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward call over ``new`` columns after ``past``; the same for every layer."""
+
+    past: int
+    new: int
+    rows: tuple[RowCall, ...]
+    runs: tuple[Run, ...]  # of the slots that all rows seal, row after row
+
+
+class Rows:
+    """All rows of a batch, and the reference they hold on every slot in their tables."""
+
+    def __init__(self, pool: SlotPool, block_tokens: int, recent_tokens: int) -> None:
+        self.pool = pool
+        self.block_tokens = block_tokens
+        self.recent_tokens = recent_tokens
+        self.rows: list[Row] = []
+        self.width = 0
+        self._pieces: dict[int, tuple[Piece, ...]] = {}  # by sequence, while its table stays as it is
+
+    def __del__(self) -> None:
+        for row in self.rows:
+            self.pool.release(row.slots)
+
+    def advance(self, starts: Sequence[int], new: int, ids: Tensor | None = None) -> Call:
+        """Add ``new`` columns to every row; row i's first token stands at column ``starts[i]`` or later.
+
+        ``ids`` are the call's token ids ``[rows, new]``, where known.
+        """
+        if not self.rows:
+            self.rows = [Row() for _ in starts]
+        past = self.width
+        self.width = past + new
+        calls = []
+        for index, (row, start) in enumerate(zip(self.rows, starts, strict=True)):
+            if not row.length:
+                row.start = start
+            calls.append(self._advance_row(row, ids[index] if ids is not None else None))
+        slots = [slot for call in calls for slot in call.slots]
+        return Call(past, new, tuple(calls), tuple(self.pool.runs(slots)))
+
+    def _advance_row(self, row: Row, ids: Tensor | None) -> RowCall:
+        block = self.block_tokens
+        history, sealed, tail = self.history(row), row.sealed, row.length - row.sealed
+        fresh = self.width - row.start - row.length
+        if not 0 <= fresh <= self.width:
+            raise CacheStateError(f"a row of {row.length} tokens cannot start at column {row.start}")
+        row.length += fresh
+        if ids is None:
+            row.ids = None
+        elif row.ids is not None and fresh:
+            row.ids.append(ids[len(ids) - fresh :].clone())
+        stop = max(sealed, (row.length - self.recent_tokens) // block * block)
+        ends = list(range(sealed // block * block + block, stop + 1, block))
+        slots = self.pool.allocate(len(ends))
+        if ends:
+            row.slots += slots
+            row.ends += ends
+            self._pieces.pop(row.sequence, None)
+        return RowCall(row.start, history, sealed, tail, fresh, tuple(slots), stop - sealed)
+
+    def view(self) -> Call:
+        """The rows as a call that adds nothing sees them."""
+        calls = [
+            RowCall(row.start, self.history(row), row.sealed, row.length - row.sealed, 0, (), 0) for row in self.rows
+        ]
+        return Call(self.width, 0, tuple(calls), ())
+
+    def history(self, row: Row) -> tuple[Piece, ...]:
+        """The sealed tokens of a row in order: whole blocks in runs, fragments one by one."""
+        if row.sequence not in self._pieces:
+            self._pieces[row.sequence] = tuple(self._find_pieces(row))
+        return self._pieces[row.sequence]
+
+    def _find_pieces(self, row: Row) -> list[Piece]:
+        block = self.block_tokens
+        pieces: list[Piece] = []
+        spans = list(zip(row.slots, [0, *row.ends], row.ends, strict=False))
+        for whole, group in itertools.groupby(spans, key=lambda span: span[2] - span[1] == block):
+            members = list(group)
+            if not whole:
+                for slot, first, stop in members:
+                    (run,) = self.pool.runs([slot])
+                    pieces.append(Piece(run, first, stop, first % block))
+                continue
+            first = members[0][1]
+            for run in self.pool.runs([slot for slot, _, _ in members]):
+                pieces.append(Piece(run, first, first + len(run) * block, 0))
+                first += len(run) * block
+        return pieces
+
+    def crop(self, columns: int) -> None:
+        """Forget the last ``columns`` columns; codes stay as they are, rows see less of them."""
+        self.width = max(0, self.width - columns)
+        for row in self.rows:
+            row.start = min(row.start, self.width)
+            if row.length == self.width - row.start:
+                continue
+            row.length = self.width - row.start
+            row.ids = _first_ids(row.ids, row.length)
+            if row.sealed > row.length:
+                keep = sum(first < row.length for first in [0, *row.ends[:-1]])
+                self.pool.release(row.slots[keep:])
+                del row.slots[keep:], row.ends[keep:]
+                if row.ends:
+                    row.ends[-1] = min(row.ends[-1], row.length)
+                self._pieces.pop(row.sequence, None)
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Row i becomes a copy of row ``indices[i]``; no code moves."""
+        if any(not -len(self.rows) <= index < len(self.rows) for index in indices):
+            raise CacheStateError(f"rows {list(indices)} selected from a cache of {len(self.rows)} rows")
+        chosen = [self.rows[index].fork() for index in indices]
+        for row in chosen:
+            self.pool.retain(row.slots)
+        self.clear()
+        self.rows = chosen
+
+    def clear(self) -> None:
+        """Drop all rows (the width stays)."""
+        for row in self.rows:
+            self.pool.release(row.slots)
+        self.rows = []
+        self._pieces.clear()
+
+    def fork(self) -> Rows:
+        """A copy that shares every block."""
+        twin = Rows(self.pool, self.block_tokens, self.recent_tokens)
+        twin.width = self.width
+        twin.rows = [row.fork() for row in self.rows]
+        for row in twin.rows:
+            self.pool.retain(row.slots)
+        return twin
+
+
+def _first_ids(ids: list[Tensor] | None, count: int) -> list[Tensor] | None:
+    if ids is None:
+        return None
+    kept: list[Tensor] = []
+    for chunk in ids:
+        if count <= 0:
+            break
+        kept.append(chunk[:count])
+        count -= len(kept[-1])
+    return kept

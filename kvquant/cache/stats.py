@@ -1,0 +1,78 @@
+"""What a cache holds and has done, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """One layer. Bytes are measured from what is allocated; values at model precision count 2 bytes each."""
+
+    index: int
+    kind: str
+    key_codec: str | None  # None where the layer passes through
+    value_codec: str | None
+    block_bytes: int  # slots of sealed blocks, used or not
+    raw_bytes: int  # tail and sinks
+
+    @property
+    def kv_bytes(self) -> int:
+        """All bytes of the layer."""
+        return self.block_bytes + self.raw_bytes
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """A snapshot of a cache.
+
+    ``kv_bytes`` are those of the compressed (full-attention) layers and ``kv_bytes_baseline`` what an
+    uncompressed 16-bit cache of the same tokens takes there, padding excluded, whatever dtype the model runs in.
+    ``other_bytes`` are those of layers that pass through (sliding windows, …). ``peak_kv_bytes`` adds the one
+    layer that is decoded for attention at a time.
+    """
+
+    layers: tuple[LayerStats, ...]
+    tokens: tuple[int, ...]  # per row, padding excluded
+    blocks: int  # sealed spans, over all rows
+    kv_bytes: int
+    kv_bytes_baseline: int
+    other_bytes: int
+    peak_kv_bytes: int
+    encode_seconds: float
+    decode_seconds: float
+
+    @property
+    def kv_ratio(self) -> float:
+        """``kv_bytes / kv_bytes_baseline``; 0 for an empty cache."""
+        return self.kv_bytes / self.kv_bytes_baseline if self.kv_bytes_baseline else 0.0
+
+    @property
+    def bits_per_element(self) -> float:
+        """Average bits that a key or value element takes, everything counted."""
+        return 16 * self.kv_ratio
+
+    def __str__(self) -> str:
+        return (
+            f"{sum(self.tokens)} tokens in {len(self.tokens)} rows, {self.blocks} sealed blocks: "
+            f"{self.kv_bytes / 2**20:.2f} MiB of {self.kv_bytes_baseline / 2**20:.2f} MiB at 16 bits "
+            f"({self.kv_ratio:.3f}, {self.bits_per_element:.2f} bits per element)"
+        )
+
+    def prometheus(self, prefix: str = "kvquant_cache") -> str:
+        """The snapshot in Prometheus' text format."""
+        totals = {
+            "tokens": sum(self.tokens),
+            "rows": len(self.tokens),
+            "blocks": self.blocks,
+            "bytes_baseline": self.kv_bytes_baseline,
+            "bytes_passed_through": self.other_bytes,
+            "bytes_peak": self.peak_kv_bytes,
+            "encode_seconds_total": self.encode_seconds,
+            "decode_seconds_total": self.decode_seconds,
+        }
+        lines = [f"{prefix}_{name} {value}" for name, value in totals.items()]
+        lines += [
+            f'{prefix}_bytes{{layer="{layer.index}",kind="{layer.kind}"}} {layer.kv_bytes}' for layer in self.layers
+        ]
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,25 @@
+"""Codecs: how a block of keys or values becomes bytes. One file a method; `base` has the protocol."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .affine import Affine, make_affine
+from .base import Codec, Fields, Layout, codec_names, get_codec, register_codec, unregister_codec
+from .raw import Raw, make_raw
+
+register_codec("fp16", make_raw)
+register_codec("int8", partial(make_affine, 8))
+register_codec("int4", partial(make_affine, 4))
+
+__all__ = [
+    "Affine",
+    "Codec",
+    "Fields",
+    "Layout",
+    "Raw",
+    "codec_names",
+    "get_codec",
+    "register_codec",
+    "unregister_codec",
+]

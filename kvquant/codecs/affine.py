@@ -1,0 +1,153 @@
+"""Affine integer codes: ``x ≈ zero + scale · code``, asymmetric, one (scale, zero) pair per group.
+
+``axis="channel"``: a group is ``group`` consecutive tokens of one channel (for keys, whose outliers sit in fixed
+channels). ``axis="token"``: a group is ``group`` channels of one token. Method: KIVI (Liu et al., 2024); with
+``rotate="hadamard"``, QuaRot (Ashkboos et al., 2024).
+
+Zero is rounded down and scale up to what float16 holds *before* codes are taken, so every value decodes to
+within half a stored step, whatever the range. A block whose range float16 cannot hold keeps float32 parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import CodecError
+from .base import Fields, Layout
+from .packing import pack, packed_width, unpack
+from .rotation import hadamard, unrotate
+
+AXES = ("channel", "token")
+ROTATIONS = ("none", "hadamard")
+MIN_GROUP = 8  # a group of one value has min == max: it would look lossless and save nothing
+MAX_GROUP = 4096
+DEFAULT_GROUP = 64
+FP16_MAX = 65504.0
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``bits``-bit codes of ``group`` values along ``axis``, optionally after a rotation."""
+
+    bits: int
+    axis: Literal["channel", "token"]
+    group: int = DEFAULT_GROUP
+    rotate: Literal["none", "hadamard"] = "none"
+    lossless: bool = False
+
+    @property
+    def name(self) -> str:
+        """E.g. ``int4/channel/g64/none``."""
+        return f"int{self.bits}/{self.axis}/g{self.group}/{self.rotate}"
+
+    def layout(self, heads: int, tokens: int, dim: int, dtype: torch.dtype) -> Layout:
+        """``codes`` uint8 ``[heads, tokens, ⌈dim·bits/8⌉]``; ``scale``, ``zero`` float16.
+
+        Parameters are ``[heads, tokens/group, dim]`` (channel) or ``[heads, tokens, dim/group]`` (token).
+        """
+        if self.axis == "channel":
+            params = (heads, tokens // self.group, dim)
+        else:
+            params = (heads, tokens, dim // self.channel_group(dim))
+        return {
+            "codes": ((heads, tokens, packed_width(dim, self.bits)), torch.uint8),
+            "scale": (params, torch.float16),
+            "zero": (params, torch.float16),
+        }
+
+    def encode(self, blocks: Tensor) -> Fields:
+        """See `Codec.encode`."""
+        n, heads, tokens, dim = blocks.shape
+        x = blocks.float()
+        if self.rotate == "hadamard":
+            x = hadamard(x)
+        grouped, reduced = self._group(x)
+        low, high = torch.aminmax(grouped, dim=reduced, keepdim=True)
+        zero, scale = self._parameters(low, high)
+        # A constant group has scale 0; any divisor gives it code 0.
+        codes = (grouped - zero).div_(torch.where(scale > 0, scale, 1.0))
+        codes = codes.round_().clamp_(0, (1 << self.bits) - 1).to(torch.uint8)
+        return {
+            "codes": pack(codes.reshape(n, heads, tokens, dim), self.bits),
+            "scale": scale.squeeze(reduced),
+            "zero": zero.squeeze(reduced),
+        }
+
+    def decode(self, fields: Fields, dim: int, dtype: torch.dtype) -> Tensor:
+        """See `Codec.decode`."""
+        codes = unpack(fields["codes"], self.bits, dim)
+        grouped, reduced = self._group(codes.float())
+        scale = fields["scale"].float().unsqueeze(reduced)
+        zero = fields["zero"].float().unsqueeze(reduced)
+        x = grouped.mul_(scale).add_(zero).reshape(codes.shape)
+        if self.rotate == "hadamard":
+            x = unrotate(x)
+        return x.to(dtype)
+
+    def channel_group(self, dim: int) -> int:
+        """Channels that share a scale: the largest divisor of ``dim`` up to ``group``.
+
+        A head size with no divisor near ``group`` (127, say) takes all its channels as one group.
+        """
+        best = _largest_divisor(dim, self.group)
+        return best if 2 * best > min(self.group, dim) else dim
+
+    def _group(self, x: Tensor) -> tuple[Tensor, int]:
+        """View ``[n, heads, tokens, dim]`` with its groups in a dimension of their own; which one that is."""
+        n, heads, tokens, dim = x.shape
+        if self.axis == "channel":
+            if tokens % self.group:
+                raise CodecError(f"group: {self.group} does not divide a block of {tokens} tokens")
+            return x.reshape(n, heads, -1, self.group, dim), -2
+        return x.reshape(n, heads, tokens, -1, self.channel_group(dim)), -1
+
+    def _parameters(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Zero and scale as stored; float32 holding float16 values unless a block overflows float16."""
+        top = (1 << self.bits) - 1
+        zero = _round_down_fp16(low)
+        scale = -_round_down_fp16(-((high - zero) / top))
+        # Per block, so that a block's parameters never depend on its neighbours.
+        wide = torch.maximum(low.abs(), high.abs()).flatten(1).amax(dim=1) > FP16_MAX
+        if not wide.any():
+            return zero.half(), scale.half()
+        wide = wide.view(-1, *[1] * (low.dim() - 1))
+        return torch.where(wide, low, zero), torch.where(wide, (high - low) / top, scale)
+
+
+def _round_down_fp16(x: Tensor) -> Tensor:
+    """The largest float16 value ≤ ``x``, as float32; finite input within float16's range."""
+    half = x.half()
+    bits = half.view(torch.int16)
+    # One step down: a positive float16 is its bit pattern minus one, a negative plus one, zero the least negative.
+    below = torch.where(half > 0, bits - 1, torch.where(half < 0, bits + 1, torch.full_like(bits, -32767)))
+    return torch.where(half.float() > x, below.view(torch.float16), half).float()
+
+
+def make_affine(bits: int, options: Mapping[str, Any], role: str, block_tokens: int) -> Affine:
+    """Build from a policy's options ``axis``, ``group`` and ``rotate``."""
+    known = ("axis", "group", "rotate")
+    for option in options:
+        if option not in known:
+            raise CodecError(f"{option}: unknown option of int{bits}; allowed: {', '.join(known)}")
+    axis = options.get("axis", "channel" if role == "key" else "token")
+    rotate = options.get("rotate", "none")
+    if axis not in AXES:
+        raise CodecError(f"axis: {axis!r}; allowed: {', '.join(AXES)}")
+    if rotate not in ROTATIONS:
+        raise CodecError(f"rotate: {rotate!r}; allowed: {', '.join(ROTATIONS)}")
+    span = block_tokens if axis == "channel" else MAX_GROUP  # what the group must divide, where that is known
+    group = options.get("group", _largest_divisor(span, DEFAULT_GROUP))
+    if isinstance(group, bool) or not isinstance(group, int) or not MIN_GROUP <= group <= MAX_GROUP:
+        raise CodecError(f"group: {group!r}; allowed: an integer from {MIN_GROUP} to {MAX_GROUP}")
+    if axis == "channel" and span % group:
+        raise CodecError(f"group: {group} does not divide block_tokens {span}; allowed: a divisor of it")
+    return Affine(bits, axis, group, rotate)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(size for size in range(1, min(limit, number) + 1) if number % size == 0)

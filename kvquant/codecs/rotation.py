@@ -1,0 +1,51 @@
+"""Hadamard rotation over the head dimension, which spreads an outlier channel over its neighbours.
+
+A head size that is no power of two is cut into descending powers of two (80 = 64 + 16, 15 = 8 + 4 + 2 + 1) and
+each piece is rotated by itself, so the rotation stays orthogonal and costs no extra codes. Method: QuaRot
+(Ashkboos et al., 2024), without random signs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+def segments(dim: int) -> list[int]:
+    """The descending powers of two that add up to ``dim``."""
+    return [1 << bit for bit in range(dim.bit_length() - 1, -1, -1) if dim >> bit & 1]
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Rotate float ``[..., D]`` along its last dimension; orthonormal and its own inverse.
+
+    A butterfly of additions rather than a matrix product, whose rounding may depend on the batch: codes must not.
+    """
+    columns = x.reshape(-1, x.shape[-1]).t().contiguous()  # [D, rows]: every addition then runs over whole rows
+    first = 0
+    for size in segments(x.shape[-1]):
+        columns[first : first + size] = _butterfly(columns[first : first + size])
+        first += size
+    return columns.t().reshape(x.shape)
+
+
+def unrotate(x: Tensor) -> Tensor:
+    """Undo :func:`hadamard` on float32 ``[..., D]`` by one matrix product, several times faster."""
+    return torch.matmul(x, _matrix(x.shape[-1], x.device))
+
+
+def _butterfly(columns: Tensor) -> Tensor:
+    size = columns.shape[0]
+    half = size // 2
+    while half:
+        pairs = columns.reshape(-1, 2, half, columns.shape[-1])
+        columns = torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), dim=1)
+        half //= 2
+    return columns.reshape(size, -1).mul_(size**-0.5)
+
+
+@lru_cache(maxsize=64)
+def _matrix(dim: int, device: torch.device) -> Tensor:
+    return hadamard(torch.eye(dim)).to(device)

@@ -1,0 +1,37 @@
+"""The exceptions kvquant raises for its users.
+
+KVQuantError
+├── PolicyError       a policy, or one of its settings, is not valid or does not fit the model
+├── CodecError        a codec was given what it cannot encode or decode
+├── FormatError       bytes that are not a kvquant block, or not the block that was asked for
+├── UnsupportedError  a model, device or operation kvquant cannot serve; says what would serve
+└── CacheStateError   a call that does not fit what the cache holds
+
+Every message is one line: what was given, what is allowed, and where.
+"""
+
+from __future__ import annotations
+
+
+class KVQuantError(Exception):
+    """Base of every error kvquant raises on purpose."""
+
+
+class PolicyError(KVQuantError, ValueError):
+    """A precision policy is invalid or does not fit the model."""
+
+
+class CodecError(KVQuantError, ValueError):
+    """A codec was asked for, or given, something it cannot handle."""
+
+
+class FormatError(KVQuantError, ValueError):
+    """Bytes are damaged, truncated, of another version, or another block's."""
+
+
+class UnsupportedError(KVQuantError, NotImplementedError):
+    """The model, device or operation cannot be served."""
+
+
+class CacheStateError(KVQuantError, RuntimeError):
+    """The call does not fit what the cache holds."""

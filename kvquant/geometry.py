@@ -1,0 +1,20 @@
+"""What layers a model has, read from its config with transformers' own rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COMPRESSED_KIND = "full_attention"
+"""The layer kind whose keys and values grow with context and are compressed; all others pass through."""
+
+
+def decoder_config(config: Any) -> Any:
+    """The text decoder's part of a model's config: composite and multimodal configs wrap it."""
+    return config.get_text_config(decoder=True)
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """Kind of each decoder layer (``full_attention``, ``sliding_attention``, ``linear_attention``, …)."""
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    return list(get_layer_types_and_kwargs(decoder_config(config))[0])

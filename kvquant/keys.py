@@ -1,0 +1,62 @@
+"""Content keys: names for blocks that hold the same tokens under the same everything.
+
+A block's key chains BLAKE2b over the token ids up to its end, starting from a digest of all that decides its
+bytes: the model's weights, adapter, policy, dtype, position settings and tenant. Change one and every key misses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+SAMPLES = 4096  # values hashed per tensor unless a full fingerprint is asked for
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything besides the tokens that decides a block's bytes."""
+
+    model: str  # model_fingerprint
+    policy: str  # PrecisionPolicy.fingerprint
+    dtype: str
+    positions: str  # RoPE settings as JSON
+    adapter: str = ""
+    tenant: str = ""
+
+    def digest(self) -> bytes:
+        """32 bytes; the seed of every chain."""
+        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=32).digest()
+
+
+def content_keys(identity: Identity, ids: Sequence[int] | Tensor, block_tokens: int) -> list[bytes]:
+    """32-byte keys of the whole blocks of a sequence that starts with ``ids``."""
+    tokens = torch.as_tensor(ids, dtype=torch.int64).cpu().contiguous().numpy()
+    link, keys = identity.digest(), []
+    for first in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        block = tokens[first : first + block_tokens].astype("<i8").tobytes()
+        link = hashlib.blake2b(link + block, digest_size=32).digest()
+        keys.append(link)
+    return keys
+
+
+def model_fingerprint(model: nn.Module, full: bool = False) -> str:
+    """Hex digest over name, shape, dtype and evenly spaced values of every parameter and buffer.
+
+    ``full=True`` hashes every byte. Tensors on ``meta`` count by name, shape and dtype alone.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
+        if tensor.is_meta or not tensor.numel():
+            continue
+        flat = tensor.detach().reshape(-1)
+        if not full and flat.numel() > SAMPLES:
+            picks = torch.linspace(0, flat.numel() - 1, SAMPLES, dtype=torch.float64).long()
+            flat = flat[picks.to(flat.device)]
+        digest.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,287 @@
+"""Per-layer precision policies: validated, frozen, read from and written to YAML, resolved against a model.
+
+A policy names layers by index (``3``), inclusive range (``0-7``), percentage of depth (``25%-60%``: layers i of n
+with 25 ≤ 100·i/n < 60) or a comma-separated list of these. Layers nobody names get ``default``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from .codecs import Codec, get_codec
+from .errors import CodecError, PolicyError, UnsupportedError
+from .geometry import COMPRESSED_KIND, layer_kinds
+from .selectors import Selector
+
+
+@dataclass(frozen=True)
+class LayerPolicy:
+    """The codecs of one layer's keys and values."""
+
+    key: Codec
+    value: Codec
+
+    @classmethod
+    def parse(cls, given: Any, block_tokens: int = 128) -> LayerPolicy:
+        """Build from ``{"key": codec, "value": codec}`` as `get_codec` takes them, or check a built one."""
+        if isinstance(given, LayerPolicy):
+            given = {"key": given.key.name, "value": given.value.name}
+        if not isinstance(given, Mapping):
+            raise ValueError(f": {given!r} is not a layer's policy; allowed: {{key: CODEC, value: CODEC}}")
+        if unknown := [name for name in given if name not in ("key", "value")]:
+            raise ValueError(f".{unknown[0]}: unknown setting; allowed: key, value")
+        codecs = []
+        for role in ("key", "value"):
+            if role not in given:
+                raise ValueError(f".{role}: missing; a layer's policy names both key and value")
+            try:
+                codecs.append(get_codec(given[role], role, block_tokens))
+            except CodecError as error:
+                raise ValueError(f".{role}.{error}") from error
+        return cls(*codecs)
+
+
+def _parse_default(given: Any, info: ValidationInfo) -> LayerPolicy:
+    return LayerPolicy.parse(given, info.data.get("block_tokens", 128))
+
+
+def _parse_layers(given: Any, info: ValidationInfo) -> tuple[tuple[Selector, LayerPolicy], ...]:
+    if not isinstance(given, Mapping | tuple):
+        raise ValueError(f": {given!r} is not a mapping of layer selectors to policies")
+    parsed: dict[Selector, LayerPolicy] = {}
+    for text, entry in given.items() if isinstance(given, Mapping) else given:
+        try:
+            selector = Selector.parse(text)
+            selector.refuse_overlap(parsed)
+            parsed[selector] = LayerPolicy.parse(entry, info.data.get("block_tokens", 128))
+        except ValueError as error:
+            place = str(error) if str(error).startswith((".", ":")) else f": {error}"
+            raise ValueError(f'["{text}"]{place}') from error
+    return tuple(parsed.items())
+
+
+class PrecisionPolicy(BaseModel):
+    """What is stored at which precision.
+
+    Attributes:
+        block_tokens: tokens sealed and compressed together, a multiple of 8.
+        sink_tokens: first tokens of a sequence kept as they are, beside their codes.
+        recent_tokens: last tokens that always stay at model precision.
+        default: codecs of layers that no entry of ``layers`` names.
+        layers: (selector, codecs) pairs, given as a mapping; see the module docstring.
+
+    Building or loading one raises `PolicyError` in one line that names the place.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    version: Literal[1] = 1
+    name: str = Field(min_length=1, max_length=100)
+    block_tokens: int = Field(default=128, ge=8, le=4096, multiple_of=8)
+    sink_tokens: int = Field(default=4, ge=0)
+    recent_tokens: int = Field(default=128, ge=0, le=1 << 20)
+    default: Annotated[LayerPolicy, PlainValidator(_parse_default)]
+    layers: Annotated[tuple[tuple[Selector, LayerPolicy], ...], PlainValidator(_parse_layers)] = ()
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise PolicyError(_one_line(error)) from None
+
+    @field_validator("sink_tokens")
+    @classmethod
+    def _sinks_fit(cls, sinks: int, info: ValidationInfo) -> int:
+        if sinks > info.data.get("block_tokens", sinks):
+            raise ValueError(f"{sinks} is more than block_tokens {info.data['block_tokens']}")
+        return sinks
+
+    @classmethod
+    def load(cls, source: str | Path) -> PrecisionPolicy:
+        """Read a preset by name or a YAML file by path."""
+        text = str(source)
+        if text in preset_names():
+            return cls.from_yaml(resources.files("kvquant.presets").joinpath(f"{text}.yaml").read_text(), text)
+        path = Path(text)
+        if not path.is_file():
+            raise PolicyError(f"policy {text!r} is neither a file nor a preset ({', '.join(preset_names())})")
+        try:
+            return cls.from_yaml(path.read_text(encoding="utf-8"), text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise PolicyError(f"{text}: cannot be read as a policy: {error}") from error
+
+    @classmethod
+    def from_yaml(cls, text: str, source: str = "policy") -> PrecisionPolicy:
+        """Parse YAML; errors begin with ``source``."""
+        try:
+            settings = yaml.load(text, Loader=_UniqueKeyLoader)
+        except yaml.YAMLError as error:
+            raise PolicyError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(settings, dict):
+            raise PolicyError(f"{source}: a policy is a mapping with at least 'name' and 'default'")
+        if "version" not in settings:
+            raise PolicyError(f"{source}: version: missing; this release reads version 1")
+        if not all(isinstance(name, str) for name in settings):
+            raise PolicyError(f"{source}: setting names must be text, not {[*settings]!r}")
+        try:
+            return cls(**settings)
+        except PolicyError as error:
+            raise PolicyError(f"{source}: {error}") from None
+
+    def to_yaml(self) -> str:
+        """The policy as YAML, every codec by its canonical name; `from_yaml` gives an equal policy back."""
+        return yaml.safe_dump(self._plain(), sort_keys=False, allow_unicode=True, width=100)
+
+    def fingerprint(self) -> str:
+        """Hex digest of everything that decides stored bytes (the name does not)."""
+        plain = self._plain()
+        del plain["name"]
+        return hashlib.blake2b(json.dumps(plain).encode(), digest_size=16).hexdigest()
+
+    def resolve(self, model: Any) -> ResolvedPolicy:
+        """The exact map for a model, given as its config or as a sequence of layer kinds.
+
+        Raises `PolicyError` where a selector does not fit the model's layers, `UnsupportedError` where the model
+        has no layer to compress.
+        """
+        kinds = list(model) if isinstance(model, Sequence) else layer_kinds(model)
+        compressed = [index for index, kind in enumerate(kinds) if kind == COMPRESSED_KIND]
+        if not compressed:
+            raise UnsupportedError(
+                f"nothing to compress: the model has {_count_kinds(kinds)}; kvquant compresses {COMPRESSED_KIND}"
+            )
+        chosen: dict[int, tuple[Selector, LayerPolicy]] = {}
+        for selector, policy in self.layers:
+            try:
+                indices = selector.indices(len(kinds))
+                if selector.names_indices and not set(indices) & set(compressed):
+                    raise ValueError(
+                        f"selects no {COMPRESSED_KIND} layer, it would do nothing; the model's are {compressed}"
+                    )
+                for index in indices:
+                    if index in chosen:
+                        raise ValueError(f"layer {index} is selected by {chosen[index][0].text!r} as well")
+                    chosen[index] = (selector, policy)
+            except ValueError as error:
+                raise PolicyError(f'{self.name}: layers["{selector.text}"]: {error}') from error
+        layers = []
+        for index, kind in enumerate(kinds):
+            policy = chosen[index][1] if index in chosen else self.default
+            layers.append(ResolvedLayer(index, kind, policy if kind == COMPRESSED_KIND else None))
+        return ResolvedPolicy(self, tuple(layers))
+
+    def _plain(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "name": self.name,
+            "block_tokens": self.block_tokens,
+            "sink_tokens": self.sink_tokens,
+            "recent_tokens": self.recent_tokens,
+            "default": _plain_layer(self.default),
+            "layers": {selector.text: _plain_layer(policy) for selector, policy in self.layers},
+        }
+
+
+@dataclass(frozen=True)
+class ResolvedLayer:
+    """One layer of a model: its kind, and its codecs, or None where the layer passes through untouched."""
+
+    index: int
+    kind: str
+    policy: LayerPolicy | None
+
+
+@dataclass(frozen=True)
+class ResolvedPolicy:
+    """A policy and the exact map it gives for one model."""
+
+    policy: PrecisionPolicy
+    layers: tuple[ResolvedLayer, ...]
+
+    def describe(self) -> str:
+        """The map as text, equal neighbours on one line."""
+        policy = self.policy
+        lines = [
+            f"{policy.name}: blocks of {policy.block_tokens} tokens, first {policy.sink_tokens} "
+            f"and last {policy.recent_tokens} at model precision"
+        ]
+        first = 0
+        for last, layer in enumerate(self.layers):
+            following = self.layers[last + 1] if last + 1 < len(self.layers) else None
+            if following and (following.kind, following.policy) == (layer.kind, layer.policy):
+                continue
+            span = f"layer {first}" if first == last else f"layers {first}-{last}"
+            codecs = (
+                f"key {layer.policy.key.name}, value {layer.policy.value.name}"
+                if layer.policy
+                else f"{layer.kind}, not compressed"
+            )
+            lines.append(f"  {span}: {codecs}")
+            first = last + 1
+        return "\n".join(lines)
+
+
+def preset_names() -> list[str]:
+    """Names of the policies shipped with kvquant."""
+    return sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in resources.files("kvquant.presets").iterdir()
+        if entry.name.endswith(".yaml")
+    )
+
+
+def _plain_layer(policy: LayerPolicy) -> dict[str, str]:
+    return {"key": policy.key.name, "value": policy.value.name}
+
+
+def _count_kinds(kinds: Sequence[str]) -> str:
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "no layers"
+
+
+def _one_line(error: ValidationError) -> str:
+    """The first complaint as ``place: what was given; what is allowed``."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return f"{place}: unknown setting; allowed: {', '.join(PrecisionPolicy.model_fields)}"
+    if first["type"] == "missing":
+        return f"{place}: missing"
+    if first["type"] == "value_error":
+        # Our own validators begin with the rest of the place, if there is one.
+        return f"{place}{message}" if message.startswith((".", ":", "[")) else f"{place}: {message}"
+    return f"{place}: {message}, not {first['input']!r}"
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML's rule that keys are unique, which PyYAML does not enforce."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, "a key is not text", key_node.start_mark)
+            if str(key) in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{str(key)!r} is given twice", key_node.start_mark
+                )
+            seen.add(str(key))
+        return super().construct_mapping(node, deep)
