@@ -20,7 +20,7 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy kvquant eval tests
+	$(BIN)/mypy kvquant eval
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format .

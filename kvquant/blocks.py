@@ -163,7 +163,7 @@ def _verified(view: memoryview, key: bytes) -> tuple[dict[str, Any], memoryview]
         raise FormatError("checksum mismatch: the block is damaged, cut short or another key's")
     try:
         header = json.loads(bytes(head))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"block header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise FormatError("block header is not a JSON object")

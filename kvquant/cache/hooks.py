@@ -9,18 +9,15 @@ from __future__ import annotations
 import inspect
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import EncoderDecoderCache
 
 from ..errors import UnsupportedError
 from .hf import KVQuantCache
 
 CACHE_NAMES = ("cache", "past_key_values")  # the argument's name, and its name before transformers 5.24
-
-_hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+_HANDLE = "_kvquant_hook"  # kept on the decoder itself, so that a copy of the model has its own
 
 
 def enable(model: nn.Module) -> None:
@@ -36,13 +33,14 @@ def enable(model: nn.Module) -> None:
         raise UnsupportedError(
             f"{type(decoder).__name__}.forward takes neither {' nor '.join(CACHE_NAMES)}: there is no cache to serve"
         )
-    if decoder not in _hooks:
-        _hooks[decoder] = decoder.register_forward_pre_hook(partial(_announce, names), with_kwargs=True)
+    if _HANDLE not in vars(decoder):
+        hook = partial(_announce, names)
+        setattr(decoder, _HANDLE, decoder.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def disable(model: nn.Module) -> None:
     """Remove what `enable` installed, if anything."""
-    if handle := _hooks.pop(_decoder(model), None):
+    if handle := vars(_decoder(model)).pop(_HANDLE, None):
         handle.remove()
 
 

@@ -103,8 +103,9 @@ class Affine:
         if self.axis == "channel":
             if tokens % self.group:
                 raise CodecError(f"group: {self.group} does not divide a block of {tokens} tokens")
-            return x.reshape(n, heads, -1, self.group, dim), -2
-        return x.reshape(n, heads, tokens, -1, self.channel_group(dim)), -1
+            return x.reshape(n, heads, tokens // self.group, self.group, dim), -2
+        group = self.channel_group(dim)
+        return x.reshape(n, heads, tokens, dim // group, group), -1
 
     def _parameters(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Zero and scale as stored; float32 holding float16 values unless a block overflows float16."""

@@ -23,12 +23,11 @@ def hadamard(x: Tensor) -> Tensor:
 
     A butterfly of additions rather than a matrix product, whose rounding may depend on the batch: codes must not.
     """
-    columns = x.reshape(-1, x.shape[-1]).t().contiguous()  # [D, rows]: every addition then runs over whole rows
-    first = 0
-    for size in segments(x.shape[-1]):
-        columns[first : first + size] = _butterfly(columns[first : first + size])
-        first += size
-    return columns.t().reshape(x.shape)
+    dim = x.shape[-1]
+    columns = x.reshape(x.numel() // dim, dim).t().contiguous()  # [D, rows]: additions then run over whole rows
+    pieces = [_butterfly(piece) for piece in torch.split(columns, segments(dim))]
+    rotated = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return rotated.t().reshape(x.shape)
 
 
 def unrotate(x: Tensor) -> Tensor:
@@ -37,13 +36,13 @@ def unrotate(x: Tensor) -> Tensor:
 
 
 def _butterfly(columns: Tensor) -> Tensor:
-    size = columns.shape[0]
+    size, rows = columns.shape
     half = size // 2
     while half:
-        pairs = columns.reshape(-1, 2, half, columns.shape[-1])
+        pairs = columns.reshape(size // (2 * half), 2, half, rows)
         columns = torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), dim=1)
         half //= 2
-    return columns.reshape(size, -1).mul_(size**-0.5)
+    return torch.mul(columns.reshape(size, rows), size**-0.5)
 
 
 @lru_cache(maxsize=64)

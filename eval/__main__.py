@@ -1,0 +1,27 @@
+"""Entry of the console script `kvquant` and of `python -m kvquant_eval`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+_NEEDED = ("typer", "rich", "pandas", "matplotlib")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `kvquant` with ``arguments`` (default: the process's) and returns the exit code."""
+    if any(find_spec(module) is None for module in _NEEDED):
+        print("kvquant: the command line needs its extra: pip install 'kvquant[eval]'", file=sys.stderr)
+        return 2
+    try:
+        from .cli import run
+
+        return run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        print("kvquant: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The `kvquant` command line: options, and what goes to which stream.
+
+Standard output holds the result and nothing else; progress and messages go to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from functools import partial
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+EXIT_OK, EXIT_ROWS, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Compress a transformer's KV cache, and know what it costs.",
+)
+
+
+class Protocol(StrEnum):
+    """How the compressed cache is read while scoring."""
+
+    streaming = "streaming"
+
+
+class DType(StrEnum):
+    """What the model computes in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        print(f"kvquant {metadata.version('kvquant')}")
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(EXIT_USAGE)
+
+
+_PPL_HELP = """Perplexity and KL of each precision policy against the uncompressed cache, and the bytes it takes.
+
+[bold]Examples[/bold]
+
+  kvquant ppl --model smollm2-135m --policies int8,int4 --contexts 2K,4K
+
+  kvquant ppl --model ./my-model --policies fp16,my.yaml --contexts 8K --text book.txt.xz --out results
+
+  kvquant ppl --model org/name --policies k8v4 --contexts 4096 --json > rows.json
+"""
+
+
+@app.command(help=_PPL_HELP)
+def ppl(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Hub name, local folder, GGUF file, or smollm2-135m.")],
+    policies: Annotated[str, typer.Option(help="Presets and policy files, separated by commas.")],
+    contexts: Annotated[str, typer.Option(help="Context lengths in tokens, e.g. 2K,4096,1M (K = 1024).")] = "2K,4K",
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="UTF-8 text, also .xz .gz .bz2; several are joined. Default: Python's library sources."),
+    ] = None,
+    protocol: Annotated[Protocol, typer.Option(help="How the compressed cache is read.")] = Protocol.streaming,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens per forward.")] = 128,
+    score_tokens: Annotated[int, typer.Option(min=1, help="Tokens scored at the end of each context.")] = 2048,
+    dtype: Annotated[DType, typer.Option(help="What the model computes in.")] = DType.float32,
+    out: Annotated[Path | None, typer.Option(help="Folder for rows.json, rows.csv, plot.png and README.md.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap intervals.")] = 0,
+) -> int:
+    """See `_PPL_HELP`."""
+    from kvquant import KVQuantError
+
+    from .display import print_rows, progress
+    from .ppl import Options, run
+    from .report import to_json
+
+    console = Console(stderr=True)
+    options = Options(
+        model, policies, contexts, tuple(text or ()), protocol.value, chunk, score_tokens, dtype.value, out, seed
+    )
+    say = partial(console.print, style="dim", markup=False, highlight=False, soft_wrap=True)
+    try:
+        with _only_our_output():
+            result = run(options, context.obj or ["ppl"], say, partial(progress, console))
+    except KVQuantError as error:
+        return _complain(str(error))
+    if json:
+        sys.stdout.write(to_json(result.document()))
+    else:
+        say("")
+        print_rows(Console(), result.rows)
+        if out is not None:
+            say(f"Report in {out}")
+    return EXIT_OK if all(row.status == "ok" for row in result.rows) else EXIT_ROWS
+
+
+@contextlib.contextmanager
+def _only_our_output() -> Iterator[None]:
+    """Keeps libraries' bars, logs and warnings off the terminal, and anything they print off standard output."""
+    from huggingface_hub.utils.logging import set_verbosity_error
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    set_verbosity_error()  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs a command line and returns its exit code; bad input becomes one line on standard error."""
+    arguments = list(arguments)
+    try:
+        code = app(arguments, prog_name="kvquant", standalone_mode=False, obj=arguments)
+    except typer.Abort:
+        code = EXIT_INTERRUPTED
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what a wrong command line raises
+            raise
+        return _complain(error.format_message() + _given(error, arguments))
+    if code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    return code if isinstance(code, int) else EXIT_OK
+
+
+def _given(error: Any, arguments: Sequence[str]) -> str:
+    """What the user gave for the option an error is about, where its message does not quote it."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    for word, following in pairwise(arguments):
+        if word in names and following not in error.format_message():
+            return f"; given: {following!r}"
+    return ""
+
+
+def _complain(message: str) -> int:
+    """One line on standard error."""
+    print(f"kvquant: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_USAGE

@@ -1,0 +1,106 @@
+"""What a person sees in the terminal: the table of rows, and progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .options import format_context
+from .rows import Row
+from .streaming import chunk_bounds
+
+# The attention's share of a forward grows with the past; at this many tokens it is taken to double the cost.
+_DOUBLING_TOKENS = 8192
+
+
+def print_rows(console: Console, rows: Sequence[Row]) -> None:
+    """One table per context, at most 80 columns wide; rows without numbers below it, with their reason."""
+    for context in dict.fromkeys(row.context for row in rows):
+        here = [row for row in rows if row.context == context]
+        measured = [row for row in here if row.status == "ok"]
+        if measured:
+            first = measured[0]
+            console.print(
+                f"[bold]{format_context(context)} tokens[/bold], last {first.tokens_scored} scored, "
+                f"uncompressed PPL {_number(first.ppl_baseline, '.4f')}",
+                highlight=False,
+            )
+            console.print(_table(measured))
+        for row in here:
+            if row.reason:
+                text = f"{row.policy} at {format_context(context)}: {row.status}: {row.reason}"
+                console.print(text, style=None if row.status == "ok" else "yellow", markup=False, highlight=False)
+        console.print()
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    table.add_column("policy", no_wrap=True, overflow="ellipsis")
+    for heading in ("ΔPPL", "95 % interval", "KL", "KL p99", "top-1", "bytes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        interval = row.ppl_delta_ci95
+        table.add_row(
+            row.policy,
+            _number(row.ppl_delta_pct, "+.2f", unit="%"),
+            "–" if interval is None else f"{interval[0]:+.2f}…{interval[1]:+.2f}",
+            _number(row.kl_mean, ".2g"),
+            _number(row.kl_p99, ".2g"),
+            _number(row.top1_agreement, ".2%"),
+            _number(row.kv_ratio, ".1%"),
+        )
+    return table
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "–" if value is None else format(value, form) + unit
+
+
+@contextmanager
+def progress(console: Console, contexts: Sequence[int], chunk: int, runs: int) -> Iterator[Callable[[int, int], None]]:
+    """Progress with the time left; call what it yields with the bounds of each chunk of each of ``runs``.
+
+    A bar where ``console`` is a terminal, else a line each tenth of the way.
+    """
+    title = f"{runs} runs of {format_context(contexts[-1])} tokens"
+    total = runs * sum(_cost(start, end) for start, end in chunk_bounds(contexts, chunk))
+    if not console.is_terminal:
+        yield _lines(console, title, total)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("· left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=120) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda start, end: bar.advance(task, _cost(start, end))
+
+
+def _lines(console: Console, title: str, total: float) -> Callable[[int, int], None]:
+    began = time.monotonic()
+    done, told = 0.0, 0
+
+    def tick(start: int, end: int) -> None:
+        nonlocal done, told
+        done += _cost(start, end)
+        tenths = int(10 * done / total + 1e-9)
+        if tenths > told:
+            told = tenths
+            elapsed = time.monotonic() - began
+            left = elapsed * max(0.0, total / done - 1)
+            console.print(f"{title}: {10 * tenths} %, {elapsed:.0f} s, {left:.0f} s left", highlight=False)
+
+    return tick
+
+
+def _cost(start: int, end: int) -> float:
+    return (end - start) * (1 + (start + end) / 2 / _DOUBLING_TOKENS)

@@ -1,0 +1,21 @@
+"""What goes wrong for a user, told in one line."""
+
+from __future__ import annotations
+
+from kvquant import KVQuantError
+
+LONGEST_LINE = 300
+
+
+class InputError(KVQuantError):
+    """Something the user gave can't be used; the message names the place, what was given and what is allowed."""
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an exception, led by its class if it isn't ours, at most `LONGEST_LINE` characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else ""
+    if not isinstance(error, KVQuantError):
+        name = type(error).__name__
+        text = f"{name}: {text}" if text else name
+    return text if len(text) <= LONGEST_LINE else text[: LONGEST_LINE - 1] + "…"

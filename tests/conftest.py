@@ -1,0 +1,20 @@
+"""Every test starts seeded; reads of memory nobody wrote give NaN or 0xFF instead of luck."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def deterministic_torch():
+    # In this mode torch fills what `empty` returns with NaN or the largest integer.
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)  # tiny models: waking a second thread costs more than it does
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,72 @@
+"""Fixtures of the tests of the command line and the harness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import register_codec
+from kvquant.codecs import unregister_codec
+
+from .tiny import SAMPLE, Stand, small_policy, tiny_gpt2, tiny_llama, tiny_tokenizer
+
+
+@pytest.fixture(scope="session")
+def llama() -> Any:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def gpt2() -> Any:
+    return tiny_gpt2()
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(97, (512,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def codec() -> Iterator[Callable[[str, Callable[[torch.Tensor], torch.Tensor]], None]]:
+    """Registers a codec that spoils what it stores, for the length of a test."""
+    names = []
+
+    def register(name: str, spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        register_codec(name, lambda options, role, block_tokens: Stand(name, spoil))
+        names.append(name)
+
+    yield register
+    for name in names:
+        unregister_codec(name)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer, as a user would have one on disk."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(vocab_size=300).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def policy_file(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a policy with small blocks to a file named after its codec."""
+
+    def write(codec: str) -> Path:
+        path = tmp_path / f"{codec}-small.yaml"
+        path.write_text(small_policy(codec, f"{codec}-small").to_yaml())
+        return path
+
+    return write
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(SAMPLE)
+    return path

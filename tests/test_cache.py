@@ -1,0 +1,445 @@
+"""`KVQuantCache` under transformers: every family, batches, chunks, turns, windows, copies."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import Gemma3Config, PreTrainedConfig
+
+import kvquant
+from kvquant import CacheStateError, KVQuantCache, PrecisionPolicy, UnsupportedError
+from kvquant.testing import relative_rms
+from tests.models import FAMILIES, feed, generate, prompt, stock, tiny
+
+SMALL = {"block_tokens": 16, "recent_tokens": 16, "sink_tokens": 4}
+
+
+def small(key="int4", value="int4", **settings):
+    """A policy whose blocks are small enough for tiny models to fill."""
+    return PrecisionPolicy(name="small", default={"key": key, "value": value}, **{**SMALL, **settings})
+
+
+FP16 = small("fp16", "fp16")
+
+
+def padded(lengths, width, seed=3):
+    ids, mask = prompt(width, rows=len(lengths), seed=seed), torch.ones(len(lengths), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, : width - length] = 0
+        mask[row, : width - length] = 0
+    return ids, mask
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    return tiny(request.param)
+
+
+@pytest.fixture
+def llama():
+    return tiny("llama")
+
+
+# --- fp16 policy: token-identical, logit-identical ---
+
+
+def test_fp16_policy_generates_the_same_tokens(model):
+    cache = KVQuantCache.for_model(model, FP16)
+    ids = prompt(50, rows=2)
+    assert torch.equal(generate(model, cache, ids, new=40), generate(model, stock(model), ids, new=40))
+    assert cache.stats().blocks == 2 * ((89 - 16) // 16)
+
+
+@pytest.mark.parametrize("chunks", [(90,), (1,), (3, 8, 13), (40, 1)])
+def test_fp16_policy_gives_the_same_logits_in_any_chunks(model, chunks):
+    ids = prompt(90, rows=2)
+    mine = feed(model, KVQuantCache.for_model(model, FP16), ids, *chunks)
+    assert torch.equal(mine, feed(model, stock(model), ids, *chunks))
+
+
+def test_fp16_policy_samples_the_same_tokens(model):
+    ids = prompt(40)
+    torch.manual_seed(5)
+    mine = generate(model, KVQuantCache.for_model(model, FP16), ids, do_sample=True, temperature=1.3)
+    torch.manual_seed(5)
+    assert torch.equal(mine, generate(model, stock(model), ids, do_sample=True, temperature=1.3))
+
+
+def test_fp16_policy_with_left_padding(model):
+    kvquant.enable(model)
+    ids, mask = padded([60, 9, 33], 60)
+    cache = KVQuantCache.for_model(model, FP16)
+    mine = generate(model, cache, ids, new=40, attention_mask=mask)
+    assert torch.equal(mine, generate(model, stock(model), ids, new=40, attention_mask=mask))
+    assert cache.stats().tokens == (99, 48, 72)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp16_policy_means_the_models_own_dtype(dtype):
+    model = tiny("llama", dtype)
+    ids = prompt(60, rows=2)
+    mine = feed(model, KVQuantCache.for_model(model, FP16), ids, 7)
+    assert torch.equal(mine, feed(model, stock(model), ids, 7))
+
+
+def test_beams_follow_their_rows(model):
+    ids = prompt(40)
+    cache = KVQuantCache.for_model(model, FP16)
+    mine = generate(model, cache, ids, num_beams=3, num_return_sequences=2)
+    assert torch.equal(mine, generate(model, stock(model), ids, num_beams=3, num_return_sequences=2))
+    assert cache.rows.pool.live < 3 * cache.stats().blocks / 2  # beams share what they have in common
+
+
+# --- lossy policies ---
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_lossy_policies_generate_on_every_family(model, codec):
+    cache = KVQuantCache.for_model(model, small(codec, codec))
+    ids = prompt(50, rows=2)
+    logits = feed(model, cache, ids, 10)
+    reference = feed(model, stock(model), ids, 10)
+    assert logits.isfinite().all()
+    assert 0 < relative_rms(logits[:, 40:], reference[:, 40:]) < (0.02 if codec == "int8" else 0.3)
+    generate(model, cache, torch.cat((ids, prompt(1, rows=2)), dim=1))
+
+
+def test_decoded_tokens_are_compressed_too(llama):
+    ids = prompt(200)
+    stepped, whole = (KVQuantCache.for_model(llama, small()) for _ in range(2))
+    feed(llama, stepped, ids, 32, 1)
+    feed(llama, whole, ids)
+    for cache in (stepped, whole):
+        assert cache.rows.rows[0].sealed == (200 - 16) // 16 * 16
+    # Layer 0 sees no compressed history: its keys are the same however they came, but for rounding in the model.
+    same = stepped.block(0, 0, 9).key.fields["codes"] == whole.block(0, 0, 9).key.fields["codes"]
+    assert same.float().mean() > 0.999
+    exact = stock(llama)
+    feed(llama, exact, ids, 32, 1)
+    error = stepped.layers[0].keys - exact.layers[0].keys
+    assert (error[:, :, 4:176].abs().amax(dim=(0, 1, 3)) > 0).all()
+    assert (error[:, :, 176:] == 0).all()
+    assert (error[:, :, :4] == 0).all()
+
+
+def test_the_first_sealed_block_never_changes(llama):
+    cache = KVQuantCache.for_model(llama, "int4")
+    feed(llama, cache, prompt(300))
+    before, decoded = cache.block(2, 0, 0), cache.layers[2].keys[:, :, :128]
+    feed(llama, cache, prompt(500, seed=8), 1)
+    after = cache.block(2, 0, 0)
+    assert before.to_bytes(b"") == after.to_bytes(b"")
+    assert torch.equal(cache.layers[2].keys[:, :, :128], decoded)
+
+
+def test_padding_occupies_nothing_and_rows_are_as_if_alone(llama):
+    kvquant.enable(llama)
+    lengths = [9, 2000]
+    ids, mask = padded(lengths, 2000)
+    batch = KVQuantCache.for_model(llama, "int4")
+    feed(llama, batch, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    alone = []
+    for row, length in enumerate(lengths):
+        cache = KVQuantCache.for_model(llama, "int4")
+        feed(llama, cache, ids[row : row + 1, 2000 - length :])
+        alone.append(cache)
+    stats = batch.stats()
+    assert stats.tokens == (9, 2000)
+    assert stats.blocks == sum(cache.stats().blocks for cache in alone) == 14
+    assert stats.kv_bytes == sum(cache.stats().kv_bytes for cache in alone)
+    for number in range(14):
+        mine, theirs = batch.block(0, 1, number), alone[1].block(0, 0, number)
+        assert torch.equal(mine.key.fields["codes"], theirs.key.fields["codes"])
+        assert torch.equal(mine.value.fields["codes"], theirs.value.fields["codes"])
+        assert torch.equal(mine.key.fields["scale"], theirs.key.fields["scale"])
+    # Deeper layers see other roundings of the batched matrix products; their codes agree but for those.
+    same = [
+        (batch.block(3, 1, n).key.fields["codes"] == alone[1].block(3, 0, n).key.fields["codes"]).float().mean()
+        for n in range(14)
+    ]
+    assert min(same) > 0.999
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_a_left_padded_prompt_may_come_in_chunks(llama, chunk):
+    kvquant.enable(llama)
+    ids, mask = padded([100, 20], 100)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache, exact = KVQuantCache.for_model(llama, FP16), stock(llama)
+    logits = [[], []]
+    with torch.no_grad():
+        for first in range(0, 100, chunk):
+            stop = min(first + chunk, 100)
+            for out, target in zip(logits, (cache, exact), strict=True):
+                given = {"attention_mask": mask[:, :stop], "position_ids": positions[:, first:stop]}
+                out.append(llama(ids[:, first:stop], cache=target, **given).logits)
+    mine, theirs = (torch.cat(parts, dim=1) for parts in logits)
+    assert torch.equal(mine[mask.bool()], theirs[mask.bool()])
+    assert cache.stats().tokens == (100, 20)
+
+
+def test_multi_turn(model):
+    ids = prompt(30)
+    cache, exact = KVQuantCache.for_model(model, FP16), stock(model)
+    for turn in range(3):
+        mine, theirs = generate(model, cache, ids), generate(model, exact, ids)
+        assert torch.equal(mine, theirs)
+        ids = torch.cat((mine, prompt(15, seed=turn)), dim=1)
+
+
+# --- sliding windows ---
+
+
+@pytest.mark.parametrize("policy", [FP16, small("int8", "int8"), small()])
+def test_sliding_layers_stay_transformers_own(policy):
+    model = tiny("gemma3")
+    cache, exact = KVQuantCache.for_model(model, policy), stock(model)
+    ids = prompt(20)
+    mine, theirs = generate(model, cache, ids, new=30), generate(model, exact, ids, new=30)
+    if policy is FP16:
+        assert torch.equal(mine, theirs)
+    assert [type(layer).__name__ for layer in cache.layers] == ["DynamicSlidingWindowLayer", "KVQuantLayer"] * 2
+    assert cache.layers[0].keys.shape[2] <= 8
+    assert cache.get_seq_length() == cache.get_seq_length(1) == 49
+    stats = cache.stats()
+    assert [layer.key_codec for layer in stats.layers] == [None, policy.default.key.name] * 2
+    assert stats.other_bytes == sum(2 * exact.layers[i].keys.numel() * 2 for i in (0, 2))
+
+
+@pytest.mark.parametrize("chunks", [(3,), (8,), (13,), (40,)])
+def test_chunked_prefill_past_the_window(chunks):
+    model = tiny("gemma3")
+    ids = prompt(40)
+    mine = feed(model, KVQuantCache.for_model(model, FP16), ids, *chunks)
+    assert relative_rms(mine, feed(model, stock(model), ids)) < 1e-5
+    assert feed(model, KVQuantCache.for_model(model, small()), ids, *chunks).isfinite().all()
+
+
+# --- rows, rollback, copies ---
+
+
+def test_crop_rolls_back_to_what_was(llama):
+    ids = prompt(100)
+    cache = KVQuantCache.for_model(llama, small())
+    feed(llama, cache, ids)
+    blocks = [cache.block(1, 0, n).to_bytes(b"") for n in range(3)]
+    cache.crop(-40)
+    assert cache.get_seq_length() == 60
+    # Tokens 0-60 stay sealed (they were, up to 80), and what follows continues them.
+    assert cache.rows.rows[0].ends == [16, 32, 48, 60]
+    logits = feed(llama, cache, ids[:, 60:], 5)
+    assert cache.rows.rows[0].ends == [16, 32, 48, 60, 64, 80]
+    assert [cache.block(1, 0, n).to_bytes(b"") for n in range(3)] == blocks
+    assert relative_rms(logits, feed(llama, stock(llama), ids)[:, 60:]) < 0.3
+    cache.crop(0)
+    assert cache.get_seq_length() == 100
+    cache.crop(-1000)
+    assert cache.get_seq_length() == 0
+    assert cache.rows.pool.live == 0
+    with pytest.raises(CacheStateError, match="as a negative"):
+        cache.crop(5)
+
+
+def test_reorder_composes_and_moves_no_code(llama):
+    ids = prompt(60, rows=4)
+    cache = KVQuantCache.for_model(llama, small())
+    feed(llama, cache, ids)
+    before = cache.layers[1].keys
+    written = cache.stats().encode_seconds
+    cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
+    assert torch.equal(cache.layers[1].keys, before.flip(0))
+    cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
+    assert torch.equal(cache.layers[1].keys, before)
+    assert cache.stats().encode_seconds == written
+    with pytest.raises(CacheStateError, match="selected from a cache of 4 rows"):
+        cache.reorder_cache(torch.tensor([4, 0, 0, 0]))
+
+
+def test_repeat_and_select(llama):
+    cache = KVQuantCache.for_model(llama, small())
+    feed(llama, cache, prompt(60, rows=2))
+    before, bytes_before = cache.layers[0].values, cache.stats().kv_bytes
+    cache.batch_repeat_interleave(3)
+    assert torch.equal(cache.layers[0].values, before.repeat_interleave(3, dim=0))
+    assert cache.stats().layers[0].block_bytes * 4 <= bytes_before  # blocks are shared
+    cache.batch_select_indices(torch.tensor([0, 5]))
+    assert torch.equal(cache.layers[0].values, before)
+    cache.batch_select_indices(torch.tensor([False, True]))
+    assert torch.equal(cache.layers[0].values, before[1:])
+    feed(llama, cache, prompt(10))
+    assert cache.stats().tokens == (70,)
+
+
+def test_reset_starts_anew(llama):
+    cache = KVQuantCache.for_model(llama, small())
+    first = feed(llama, cache, prompt(80, rows=3))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.stats().kv_bytes == cache.stats().kv_bytes_baseline == 0
+    assert torch.equal(feed(llama, cache, prompt(80, rows=3)), first)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_deepcopy_shares_blocks_and_leaves_the_original_alone(llama, grad):
+    cache = KVQuantCache.for_model(llama, small())
+    feed(llama, cache, prompt(80))
+    before = [cache.block(layer, 0, n).to_bytes(b"") for layer in range(4) for n in range(4)]
+    with torch.set_grad_enabled(grad):
+        twin = copy.deepcopy(cache)
+        assert cache.rows.pool.live == 4
+        generate(llama, twin, torch.cat((prompt(80), prompt(5)), dim=1), new=60)
+    assert [cache.block(layer, 0, n).to_bytes(b"") for layer in range(4) for n in range(4)] == before
+    assert cache.get_seq_length() == 80
+    assert twin.get_seq_length() == 144
+    longer = feed(llama, cache, prompt(30, seed=5))
+    again = KVQuantCache.for_model(llama, small())
+    feed(llama, again, prompt(80))
+    assert torch.equal(feed(llama, again, prompt(30, seed=5)), longer)
+    live = cache.rows.pool.live
+    del twin
+    assert cache.rows.pool.live < live
+
+
+def test_gradients_reach_the_new_tokens(llama):
+    cache = KVQuantCache.for_model(llama, small())
+    feed(llama, cache, prompt(60))
+    llama(prompt(4, seed=2), cache=cache).logits.sum().backward()
+    assert llama.model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
+    assert not cache.layers[0].key.tails[0].requires_grad
+
+
+# --- bytes ---
+
+
+@pytest.mark.parametrize(("policy", "limit"), [("int8", 0.56), ("int4", 0.31), ("k8v4", 0.45), ("fp16", 1.02)])
+def test_measured_bytes_at_8k(policy, limit):
+    model = tiny("llama", head_dim=64, num_key_value_heads=1, max_position_embeddings=8192)
+    cache = KVQuantCache.for_model(model, policy)
+    feed(model, cache, prompt(8192), 2048)
+    stats = cache.stats()
+    assert stats.kv_bytes_baseline == 8192 * 2 * 64 * 4 * 2
+    assert stats.kv_ratio <= limit
+    assert stats.bits_per_element == 16 * stats.kv_ratio
+    by_hand = 0
+    for layer in cache.layers:
+        for history in (layer.key, layer.value):
+            lossless = history.codec.lossless
+            by_hand += sum(t.numel() * (2 if lossless else t.itemsize) for t in history.arena.storages())
+            by_hand += 2 * sum(t.numel() for t in [*history.tails, *history.arena.raw.values()])
+    assert stats.kv_bytes == by_hand
+
+
+def test_a_prompt_leaves_only_its_tail_dense(llama):
+    cache = KVQuantCache.for_model(llama, "int4")
+    feed(llama, cache, prompt(1000))
+    for layer in cache.layers:
+        for history in (layer.key, layer.value):
+            (tail,) = history.tails
+            assert tail.shape[1] == 1000 - 768
+            assert tail.untyped_storage().nbytes() == tail.numel() * tail.itemsize  # no view of the whole prompt
+
+
+def test_peak_is_one_decoded_layer_above_what_stays(llama):
+    cache = KVQuantCache.for_model(llama, "int4")
+    feed(llama, cache, prompt(1024), 128)
+    stats = cache.stats()
+    one_layer = stats.kv_bytes_baseline // 4
+    assert stats.kv_bytes + one_layer <= stats.peak_kv_bytes <= stats.kv_bytes + one_layer * 1.5
+    assert stats.peak_kv_bytes < stats.kv_bytes_baseline
+
+
+def test_stats_print_and_export(llama):
+    cache = KVQuantCache.for_model(llama, small())
+    assert cache.stats().kv_ratio == 0
+    feed(llama, cache, prompt(100))
+    stats = cache.stats()
+    assert str(stats).startswith("100 tokens in 1 rows, 5 sealed blocks")
+    metrics = dict(line.rsplit(" ", 1) for line in stats.prometheus().splitlines())
+    assert metrics["kvquant_cache_tokens"] == "100"
+    assert int(metrics['kvquant_cache_bytes{layer="3",kind="full_attention"}']) == stats.layers[3].kv_bytes
+    assert stats.encode_seconds > 0
+
+
+# --- devices and shapes ---
+
+
+def test_state_follows_each_layers_device():
+    from kvquant.arena import SlotPool
+    from kvquant.cache.calls import Calls
+    from kvquant.cache.layer import History
+    from kvquant.cache.rows import Rows
+    from kvquant.codecs import Raw
+
+    rows = Rows(SlotPool(), 16, 16)
+    calls = Calls(rows)
+    histories = [History(Raw(), rows.pool, 16, 0) for _ in range(2)]
+    for layer, device in enumerate(("cpu", "meta")):
+        call = calls.take(layer, 0, 1, 64)
+        histories[layer].append(torch.zeros(1, 2, 64, 8, device=device), call)
+    for history, device in zip(histories, ("cpu", "meta"), strict=True):
+        held = [*history.tails, *history.arena.storages()]
+        assert {tensor.device.type for tensor in held} == {device}
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 15])
+@pytest.mark.parametrize("policy", ["int8", "int4", "k8v4", "balanced"])
+def test_odd_head_sizes(head_dim, policy):
+    model = tiny("gpt2", n_embd=4 * head_dim, n_positions=512) if head_dim % 2 else tiny("qwen3", head_dim=head_dim)
+    cache = KVQuantCache.for_model(model, policy)
+    logits = feed(model, cache, prompt(400), 100)
+    assert relative_rms(logits, feed(model, stock(model), prompt(400), 100)) < 0.3
+    assert cache.stats().blocks == 2
+
+
+def test_keys_and_values_of_different_widths():
+    import transformers as tf
+
+    config = tf.DeepseekV3Config(
+        vocab_size=97, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=1, kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=8,
+        qk_nope_head_dim=16, v_head_dim=24, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    ids = prompt(80)
+    mine = feed(model, KVQuantCache.for_model(model, FP16), ids, 9)
+    assert torch.equal(mine, feed(model, stock(model), ids, 9))
+    cache = KVQuantCache.for_model(model, small("int8", "int4"))
+    feed(model, cache, ids, 9)
+    block = cache.block(0, 0, 0)
+    assert block.key.shape[2] != block.value.shape[2]
+
+
+# --- construction ---
+
+
+def test_for_model_takes_names_files_policies_and_configs(llama, tmp_path):
+    path = tmp_path / "p.yaml"
+    path.write_text(small().to_yaml())
+    for policy in ("int4", path, str(path), small()):
+        assert len(KVQuantCache.for_model(llama, policy).layers) == 4
+    assert len(KVQuantCache.for_model(llama.config, "int4").layers) == 4
+    wrapper = Gemma3Config(text_config=FAMILIES["gemma3"]().to_dict())
+    assert len(KVQuantCache.for_model(wrapper, "int4").layers) == 4
+
+
+def test_for_model_refuses_what_it_cannot_serve():
+    with pytest.raises(UnsupportedError, match="Linear is neither a transformers model nor its config"):
+        KVQuantCache.for_model(torch.nn.Linear(2, 2), "int4")
+    config = FAMILIES["mistral"]()
+    config.sliding_window = 8
+    with pytest.raises(UnsupportedError, match="nothing to compress: the model has 4 sliding_attention"):
+        KVQuantCache.for_model(config, "int4")
+    assert isinstance(config, PreTrainedConfig)
+
+
+def test_blocks_that_are_not_there(llama):
+    cache = KVQuantCache.for_model(tiny("gemma3"), small())
+    with pytest.raises(CacheStateError, match="layer 0 is not compressed: DynamicSlidingWindowLayer"):
+        cache.block(0, 0, 0)
+    cache = KVQuantCache.for_model(llama, small())
+    feed(llama, cache, prompt(40))
+    with pytest.raises(CacheStateError, match="row 0 has 1 sealed blocks, there is no number 1"):
+        cache.block(0, 0, 1)

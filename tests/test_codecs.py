@@ -1,0 +1,245 @@
+"""Codecs: the shipped contract, an independent implementation, and the half-step guarantee."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvquant.codecs import Affine, Raw, codec_names, get_codec, register_codec, unregister_codec
+from kvquant.codecs.packing import pack, packed_width, unpack
+from kvquant.codecs.rotation import hadamard, segments, unrotate
+from kvquant.errors import CodecError
+from kvquant.testing import CodecContract, relative_rms
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class TestRaw(CodecContract):
+    codec = Raw()
+    sqnr_floor = float("inf")
+
+
+class TestInt8Channel(CodecContract):
+    codec = Affine(8, "channel")
+    sqnr_floor = 45.0
+
+
+class TestInt8Token(CodecContract):
+    codec = Affine(8, "token")
+    sqnr_floor = 45.0
+
+
+class TestInt4Channel(CodecContract):
+    codec = Affine(4, "channel")
+    sqnr_floor = 20.5
+
+
+class TestInt4Token(CodecContract):
+    codec = Affine(4, "token")
+    sqnr_floor = 20.5
+
+
+class TestInt4Rotated(CodecContract):
+    codec = Affine(4, "token", rotate="hadamard")
+    sqnr_floor = 20.5
+
+
+class TestInt4ChannelRotatedWholeBlock(CodecContract):
+    codec = Affine(4, "channel", group=128, rotate="hadamard")
+    sqnr_floor = 19.5
+
+
+def plain_affine(x: np.ndarray, codec: Affine) -> np.ndarray:
+    """The affine codec for one block, group by group in float64, from its description alone."""
+    heads, tokens, dim = x.shape
+    out = np.empty_like(x, dtype=np.float64)
+    spans = (
+        [(slice(t, t + codec.group), slice(c, c + 1)) for t in range(0, tokens, codec.group) for c in range(dim)]
+        if codec.axis == "channel"
+        else [
+            (slice(t, t + 1), slice(c, c + codec.channel_group(dim)))
+            for t in range(tokens)
+            for c in range(0, dim, codec.channel_group(dim))
+        ]
+    )
+    for head in range(heads):
+        for rows, columns in spans:
+            group = x[head, rows, columns].astype(np.float64)
+            zero = np.float16(group.min())
+            if zero > group.min():
+                zero = np.nextafter(zero, np.float16(-np.inf))
+            exact = np.float32(group.max() - np.float64(zero)) / np.float32(2**codec.bits - 1)
+            scale = np.float16(exact)
+            if scale < exact:
+                scale = np.nextafter(scale, np.float16(np.inf))
+            step = np.float64(scale) or 1.0
+            codes = np.clip(np.rint((group - np.float64(zero)) / step), 0, 2**codec.bits - 1)
+            out[head, rows, columns] = np.float64(zero) + codes * np.float64(scale)
+    return out
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("axis", "group"), [("channel", 64), ("channel", 32), ("token", 64), ("token", 16)])
+@pytest.mark.parametrize("dim", [64, 80, 15])
+def test_equals_an_independent_implementation(bits, axis, group, dim):
+    codec = Affine(bits, axis, group)
+    x = torch.randn(1, 2, 64, dim) * torch.rand(dim).mul(4).exp2() + torch.randn(dim)
+    decoded = codec.decode(codec.encode(x), dim, torch.float32)
+    expected = plain_affine(x[0].numpy(), codec)
+    # Codes at an exact half may round either way in float32; everything else agrees to rounding.
+    close = np.isclose(decoded[0].numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert close.mean() > 0.9999
+    assert relative_rms(decoded[0], torch.from_numpy(expected)) < 1e-3
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    bits=st.sampled_from([8, 4]),
+    axis=st.sampled_from(["channel", "token"]),
+    tokens=st.sampled_from([8, 24, 64, 128]),
+    heads=st.integers(1, 3),
+    dim=st.integers(1, 130),
+    magnitude=st.integers(-30, 20),
+    offset=st.sampled_from([0.0, 1.0, -7.0, 300.0]),
+    dtype=st.sampled_from(FLOATS),
+    seed=st.integers(0, 2**31),
+)
+def test_every_value_decodes_to_within_half_a_stored_step(
+    bits, axis, tokens, heads, dim, magnitude, offset, dtype, seed
+):
+    codec = get_codec({"codec": f"int{bits}", "axis": axis}, block_tokens=tokens)
+    generator = torch.Generator().manual_seed(seed)
+    scale = 2.0**magnitude
+    x = ((torch.randn(2, heads, tokens, dim, generator=generator) + offset) * scale).to(dtype)
+    if not x.isfinite().all():
+        return  # beyond float16: nothing to encode
+    fields = codec.encode(x)
+    decoded = codec.decode(fields, dim, torch.float32)
+    step = fields["scale"].float()
+    if axis == "channel":
+        step = step.repeat_interleave(codec.group, dim=2)
+    else:
+        step = step.repeat_interleave(codec.channel_group(dim), dim=3)
+    error = (decoded - x.float()).abs()
+    slack = x.float().abs().amax() * 2**-21  # float32 arithmetic
+    assert (error <= step / 2 + slack).all()
+
+
+def test_float16_parameters_only_where_they_fit_and_block_by_block():
+    codec = Affine(8, "channel")
+    x = torch.randn(2, 1, 64, 8)
+    x[1] *= 1e6
+    fields = codec.encode(x)
+    assert fields["scale"].dtype == torch.float32
+    assert torch.equal(fields["codes"][0], codec.encode(x[:1])["codes"][0])
+    assert torch.equal(fields["scale"][0], codec.encode(x[:1])["scale"][0].float())
+    assert codec.encode(x[:1])["scale"].dtype == torch.float16
+
+
+def test_int4_really_is_two_codes_in_a_byte():
+    fields = Affine(4, "channel").encode(torch.randn(1, 3, 128, 64))
+    assert fields["codes"].numel() == 3 * 128 * 64 // 2
+    assert len(fields["codes"].unique()) > 200  # both nibbles carry codes
+
+
+def test_a_constant_channel_among_others_is_recovered():
+    x = torch.randn(1, 1, 128, 64)
+    x[..., 5] = 100.0
+    decoded = Affine(4, "channel").decode(Affine(4, "channel").encode(x), 64, torch.float32)
+    assert (decoded[..., 5] == 100.0).all()
+
+
+@given(bits=st.sampled_from([1, 2, 4, 8]), dim=st.integers(1, 70), seed=st.integers(0, 99))
+@settings(deadline=None)
+def test_packing_roundtrip(bits, dim, seed):
+    codes = torch.randint(0, 2**bits, (3, 5, dim), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.shape == (3, 5, packed_width(dim, bits))
+    assert torch.equal(unpack(packed, bits, dim), codes)
+
+
+def test_bit_order_is_pinned():
+    codes = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+    assert pack(codes, 4).tolist() == [1 | 3 << 4, 2 | 4 << 4]
+    assert pack(torch.tensor([1, 2, 3, 0], dtype=torch.uint8), 2).tolist() == [1 | 2 << 2 | 3 << 4]
+
+
+@pytest.mark.parametrize("dim", [1, 2, 15, 64, 80, 96, 128, 255])
+def test_rotation_is_orthonormal_and_its_own_inverse(dim):
+    assert sum(segments(dim)) == dim
+    x = torch.randn(7, dim)
+    rotated = hadamard(x)
+    assert relative_rms(rotated.norm(dim=-1), x.norm(dim=-1)) < 1e-6
+    assert relative_rms(hadamard(rotated), x) < 1e-6
+    assert relative_rms(unrotate(rotated), x) < 1e-6
+
+
+def test_rotation_is_the_sylvester_matrix():
+    expected = torch.tensor([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2
+    assert torch.equal(hadamard(torch.eye(4)), expected)
+
+
+def test_rotation_tames_an_outlier_channel():
+    x = torch.randn(1, 1, 128, 64)
+    x[..., 3] *= 50
+    plain, rotated = Affine(4, "token"), Affine(4, "token", rotate="hadamard")
+    error = {c.rotate: relative_rms(c.decode(c.encode(x), 64, torch.float32), x) for c in (plain, rotated)}
+    assert error["hadamard"] < error["none"]
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "expected"),
+    [(64, 64, 64), (80, 64, 40), (96, 64, 48), (15, 64, 15), (127, 64, 127), (128, 64, 64)],
+)
+def test_channel_group_is_valid_for_every_head_size(dim, group, expected):
+    assert Affine(4, "token", group).channel_group(dim) == expected
+    assert dim % expected == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        ("int5", "codec: 'int5' is not a codec; allowed: fp16, int8, int4"),
+        ("int4 ", "codec: 'int4 ' is not a codec"),
+        ("int4/channel", "codec: 'int4/channel' is not a codec"),
+        (4, "codec: 4 is not a codec"),
+        (None, "codec: None is not a codec"),
+        ({}, "codec: None is not a codec"),
+        ({"codec": ["int4"]}, "codec: ['int4'] is not a codec"),
+        ({"codec": "int4", "bits": 3}, "bits: unknown option of int4; allowed: axis, group, rotate"),
+        ({"codec": "int4", "axis": "tensor"}, "axis: 'tensor'; allowed: channel, token"),
+        ({"codec": "int4", "group": 0}, "group: 0; allowed: an integer from 8"),
+        ({"codec": "int4", "group": 1}, "group: 1; allowed"),
+        ({"codec": "int4", "group": True}, "group: True; allowed"),
+        ({"codec": "int4", "group": 48}, "group: 48 does not divide block_tokens 128"),
+        ({"codec": "int4", "rotate": "yes"}, "rotate: 'yes'; allowed: none, hadamard"),
+        ({"codec": "fp16", "group": 64}, "group: fp16 stores values as they are and takes no options"),
+    ],
+)
+def test_bad_settings_are_named(spec, complaint):
+    with pytest.raises(CodecError) as caught:
+        get_codec(spec)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_role_picks_the_axis_and_must_be_known():
+    assert get_codec("int4", "key").axis == "channel"
+    assert get_codec("int4", "value").axis == "token"
+    with pytest.raises(CodecError, match="role: 'both'"):
+        get_codec("int4", "both")
+
+
+def test_registering_a_codec():
+    register_codec("mine", lambda options, role, block_tokens: Raw(name="mine"))
+    try:
+        assert "mine" in codec_names()
+        assert get_codec("mine").name == "mine"
+        with pytest.raises(CodecError, match="registered already"):
+            register_codec("mine", lambda options, role, block_tokens: Raw())
+    finally:
+        unregister_codec("mine")
+    assert "mine" not in codec_names()

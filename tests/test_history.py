@@ -1,0 +1,230 @@
+"""Rows, block tables and sealing, without a model: a state machine against plain lists of tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvquant.arena import SlotPool
+from kvquant.cache.calls import Calls
+from kvquant.cache.layer import History
+from kvquant.cache.rows import Rows
+from kvquant.codecs import Affine, Raw
+from kvquant.errors import CacheStateError
+
+HEADS, DIM, BLOCK, RECENT, SINKS = 2, 8, 8, 5, 3
+
+
+class Sequence:
+    """What one row must hold: every token as it came, and what it decoded to once sealed."""
+
+    def __init__(self, start):
+        self.start = start
+        self.tokens = torch.empty(HEADS, 0, DIM)
+        self.sealed: dict[int, torch.Tensor] = {}
+
+    def copy(self):
+        twin = Sequence(self.start)
+        twin.tokens, twin.sealed = self.tokens, dict(self.sealed)
+        return twin
+
+
+class HistoryMachine(RuleBasedStateMachine):
+    """Appends, crops, selections and copies in any order; two codecs share the rows, as layers do."""
+
+    @initialize(pads=st.lists(st.integers(0, 12), min_size=1, max_size=3), first=st.integers(13, 40))
+    def begin(self, pads, first):
+        self.pool = SlotPool()
+        self.rows = Rows(self.pool, BLOCK, RECENT)
+        self.calls = Calls(self.rows)
+        self.histories = [History(codec, self.pool, BLOCK, SINKS) for codec in (Raw(), Affine(8, "channel", 8))]
+        self.sequences = [Sequence(pad) for pad in pads]
+        self.kept: list[Rows] = []
+        mask = torch.ones(len(pads), first)
+        for row, pad in enumerate(pads):
+            mask[row, :pad] = 0
+        self.calls.announce(first, None, mask, None)
+        self.append(first)
+
+    @rule(count=st.integers(1, 30))
+    def append(self, count):
+        if not self.sequences:
+            return
+        fresh = torch.randn(len(self.sequences), HEADS, count, DIM)
+        past, batch = self.rows.width, len(self.sequences)
+        for layer, history in enumerate(self.histories):
+            dense = history.append(fresh, self.calls.take(layer, past, batch, count))
+            assert torch.equal(dense[:, :, past:], fresh)  # attended at model precision in its own call
+            self.check_dense(history, dense[:, :, :past])
+        for index, sequence in enumerate(self.sequences):
+            new = min(count, self.rows.width - sequence.start)
+            sequence.tokens = torch.cat((sequence.tokens, fresh[index, :, count - new :]), dim=1)
+
+    def check_dense(self, history, dense):
+        for index, sequence in enumerate(self.sequences):
+            row = dense[index, :, sequence.start :]
+            assert row.shape == sequence.tokens.shape
+            if dense.shape[2]:
+                assert (dense[index, :, : sequence.start] == 0).all()
+            if history.codec.lossless:
+                assert torch.equal(row, sequence.tokens)
+            else:
+                sealed = self.rows.rows[index].sealed
+                assert torch.equal(row[:, sealed:], sequence.tokens[:, sealed:])
+                assert torch.equal(row[:, :SINKS], sequence.tokens[:, :SINKS])
+                assert (row - sequence.tokens).abs().max() < 0.05 if row.numel() else True
+
+    @rule(count=st.integers(0, 60))
+    def crop(self, count):
+        self.rows.crop(count)
+        for history in self.histories:
+            history.crop(self.rows.rows)
+        for sequence in self.sequences:
+            sequence.start = min(sequence.start, self.rows.width)
+            sequence.tokens = sequence.tokens[:, : self.rows.width - sequence.start]
+            for position in [p for p in sequence.sealed if p >= sequence.tokens.shape[1]]:
+                del sequence.sealed[position]
+
+    @rule(data=st.data())
+    def select(self, data):
+        last = len(self.sequences) - 1
+        indices = data.draw(st.lists(st.integers(0, last), min_size=1, max_size=4))
+        self.rows.select(indices)
+        for history in self.histories:
+            history.select(indices)
+        self.sequences = [self.sequences[index].copy() for index in indices]
+
+    @rule()
+    def copy_and_go_on_with_the_copy(self):
+        self.kept.append(self.rows)
+        self.rows = self.rows.fork()
+        self.calls = self.calls.fork(self.rows)
+        self.histories = [history.fork() for history in self.histories]
+
+    @precondition(lambda self: self.kept)
+    @rule()
+    def drop_the_oldest_copy(self):
+        self.kept.pop(0)
+
+    @invariant()
+    def sealed_tokens_never_change(self):
+        if not hasattr(self, "rows") or not self.rows.width:
+            return
+        view = self.rows.view()
+        lossy = self.histories[1].dense(view)
+        assert torch.equal(self.histories[0].dense(view), self.expected())
+        for index, (row, sequence) in enumerate(zip(self.rows.rows, self.sequences, strict=True)):
+            for position in range(row.sealed):
+                value = lossy[index, :, sequence.start + position]
+                assert torch.equal(sequence.sealed.setdefault(position, value.clone()), value)
+
+    def expected(self):
+        out = torch.zeros(len(self.sequences), HEADS, self.rows.width, DIM)
+        for index, sequence in enumerate(self.sequences):
+            out[index, :, sequence.start :] = sequence.tokens
+        return out
+
+    @invariant()
+    def tails_are_bounded_and_blocks_are_counted(self):
+        if not hasattr(self, "rows"):
+            return
+        counted: dict[int, int] = {}
+        for rows in [self.rows, *self.kept]:
+            for row in rows.rows:
+                for slot in row.slots:
+                    counted[slot] = counted.get(slot, 0) + 1
+        assert self.pool.live == len(counted)
+        assert all(self.pool.references(slot) == count for slot, count in counted.items())
+        for row, sequence in zip(self.rows.rows, self.sequences, strict=True):
+            assert row.length == sequence.tokens.shape[1]
+            assert row.length - row.sealed <= RECENT + BLOCK - 1
+            assert row.ends == sorted(set(row.ends))
+        for history in self.histories:
+            assert [t.shape[1] for t in history.tails] == [r.length - r.sealed for r in self.rows.rows]
+
+
+TestHistory = HistoryMachine.TestCase
+TestHistory.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+
+
+@pytest.fixture
+def parts():
+    pool = SlotPool()
+    rows = Rows(pool, BLOCK, RECENT)
+    return rows, Calls(rows), History(Affine(8, "channel", 8), pool, BLOCK, SINKS)
+
+
+def test_blocks_start_at_the_first_real_token(parts):
+    rows, calls, history = parts
+    x = torch.randn(1, HEADS, 40, DIM)
+    calls.announce(45, None, torch.tensor([[0] * 5 + [1] * 40]), None)
+    padded = torch.cat((torch.full((1, HEADS, 5, DIM), 1e9), x), dim=2)
+    history.append(padded, calls.take(0, 0, 1, 45))
+    alone_rows = Rows(SlotPool(), BLOCK, RECENT)
+    alone = History(history.codec, alone_rows.pool, BLOCK, SINKS)
+    alone.append(x, Calls(alone_rows).take(0, 0, 1, 40))
+    assert rows.rows[0].ends == alone_rows.rows[0].ends == [8, 16, 24, 32]
+    assert torch.equal(history.dense(rows.view())[:, :, 5:], alone.dense(alone_rows.view()))
+
+
+def test_sinks_do_not_widen_the_range_of_the_codes(parts):
+    rows, calls, history = parts
+    x = torch.randn(1, HEADS, 20, DIM)
+    x[:, :, :SINKS] = 1000.0
+    history.append(x, calls.take(0, 0, 1, 20))
+    decoded = history.dense(rows.view())
+    assert torch.equal(decoded[:, :, :SINKS], x[:, :, :SINKS])
+    assert (decoded - x).abs().max() < 0.05
+
+
+def test_a_pass_that_stops_between_layers_is_found(parts):
+    rows, calls, history = parts
+    other = History(history.codec, rows.pool, BLOCK, SINKS)
+    x = torch.randn(1, HEADS, 4, DIM)
+    for layer, part in enumerate((history, other)):
+        part.append(x, calls.take(layer, 0, 1, 4))
+    history.append(x, calls.take(0, 4, 1, 4))  # … and the pass dies before layer 1
+    with pytest.raises(CacheStateError, match="stopped after 1 of 2 layers"):
+        calls.take(0, 8, 1, 4)
+    with pytest.raises(CacheStateError, match="stopped after 1 of 2 layers"):
+        calls.settle()
+
+
+def test_a_first_pass_that_stops_between_layers_is_found(parts):
+    _, calls, _ = parts
+    calls.take(0, 0, 1, 4)
+    calls.take(0, 4, 1, 4)
+    with pytest.raises(CacheStateError, match="layer 1 holds 0 columns"):
+        calls.take(1, 0, 1, 4)
+
+
+def test_an_announced_call_that_never_runs_leaves_no_trace(parts):
+    rows, calls, history = parts
+    calls.announce(9, None, torch.ones(3, 9), None)
+    calls.announce(4, None, torch.ones(1, 4), None)
+    history.append(torch.randn(1, HEADS, 4, DIM), calls.take(0, 0, 1, 4))
+    assert [row.length for row in rows.rows] == [4]
+
+
+def test_another_batch_or_shape_is_refused(parts):
+    _, calls, history = parts
+    history.append(torch.randn(2, HEADS, 4, DIM), calls.take(0, 0, 2, 4))
+    with pytest.raises(CacheStateError, match="a batch of 3 rows, but the cache holds 2 rows"):
+        calls.take(0, 4, 3, 4)
+    with pytest.raises(CacheStateError, match="3 heads × 8 in torch.float32, but the cache holds 2 heads"):
+        history.append(torch.randn(2, 3, 4, DIM), calls.take(0, 4, 2, 4))
+
+
+def test_slots_are_shared_contiguously_and_reused():
+    pool = SlotPool()
+    first = pool.allocate(31)
+    assert [len(run) for run in pool.runs(first)] == [31]  # a prompt's blocks lie in one run
+    second = pool.allocate(2)
+    assert len(pool.runs([*first, *second])) == 2
+    pool.release(first[3:5])
+    assert pool.live == 31
+    assert set(pool.allocate(4)) >= set(first[3:5])
+    assert pool.references(first[3]) == 1
