@@ -148,10 +148,9 @@ def run(arguments: Sequence[str]) -> int:
 def _given(error: Any, arguments: Sequence[str]) -> str:
     """What the user gave for the option an error is about, where its message does not quote it."""
     names = getattr(getattr(error, "param", None), "opts", ())
-    for word, following in pairwise(arguments):
-        if word in names and following not in error.format_message():
-            return f"; given: {following!r}"
-    return ""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    given = [following for word, following in pairwise(words) if word in names]
+    return f"; given: {given[-1]!r}" if given and given[-1] not in error.format_message() else ""
 
 
 def _complain(message: str) -> int:

@@ -8,10 +8,11 @@ conversion is never found, and what it left behind is removed by the next one.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -94,13 +95,14 @@ def _convert(gguf: Path, folder: Path) -> None:
             raise InputError(f"--model: reading {gguf.name} needs {module}: pip install {module}")
     source, name = str(gguf.parent), gguf.name
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source,
-            gguf_file=name,
-            dtype=torch.float32,
-            quantization_config=transformers.GgufConfig(dequantize=True),
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=name)
+        with redirect_stderr(io.StringIO()):  # a progress bar that can't be turned off
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                source,
+                gguf_file=name,
+                dtype=torch.float32,
+                quantization_config=transformers.GgufConfig(dequantize=True),
+            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=name)
     except Exception as error:  # whatever transformers finds wrong with somebody's file
         raise InputError(f"--model: {gguf.name}: transformers can't read it: {one_line(error)}") from error
     model.save_pretrained(folder)

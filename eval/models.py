@@ -49,8 +49,10 @@ def load(name: str, dtype: str, say: Callable[[str], None] = lambda line: None) 
         return _from_folder(name, str(path), dtype, "a local folder")
     if _looks_like_path(name):
         raise InputError(f"--model: {name}: no such file or folder; {_ALLOWED}")
-    say(f"Loading {name} from the hub")
-    return _from_folder(name, name, dtype, "the hub", local_files_only=not _hub_has(name))
+    reachable = _hub_has(name)
+    if reachable:
+        say(f"Loading {name} from the hub")
+    return _from_folder(name, name, dtype, "the hub", local_files_only=not reachable)
 
 
 def _alias_file(alias: str) -> Path:

@@ -53,14 +53,14 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
         report.prepare(options.out)
     loaded = load(options.model, options.dtype, say)
     maps = {policy.name: policy.resolve(loaded.model.config).describe() for policy in policies}
-    for description in maps.values():
-        say(description)
     tokens = _tokens(loaded, text, contexts)
     settings = Settings(
         tuple(contexts), options.protocol, options.chunk, options.score_tokens, options.dtype, options.seed
     )
     caches = [kvquant.KVQuantCache.for_model(loaded.model, policy) for policy in policies]
     sweep = Sweep(options.model, loaded.model, tokens.ids, policies, caches, settings)
+    for description in maps.values():
+        say(description)
     rows = _collect(sweep, progress)
     result = report.Report(
         command=shlex.join(["kvquant", *arguments]),

@@ -106,6 +106,13 @@ class PrecisionPolicy(BaseModel):
         except ValidationError as error:
             raise PolicyError(_one_line(error)) from None
 
+    @field_validator("name")
+    @classmethod
+    def _name_prints(cls, name: str) -> str:
+        if not name.isprintable() or name != name.strip():
+            raise ValueError(f"{name!r}; allowed: printable characters, none blank at either end")
+        return name
+
     @field_validator("sink_tokens")
     @classmethod
     def _sinks_fit(cls, sinks: int, info: ValidationInfo) -> int:

@@ -63,7 +63,7 @@ def policies(draw):
     by_index = draw(st.booleans())
     spans = [f"{a}-{b - 1}" if by_index else f"{5 * a}%-{5 * b}%" for a, b in pairwise(cuts)]
     return PrecisionPolicy(
-        name=draw(st.text(min_size=1, max_size=20)),
+        name=draw(st.text(min_size=1, max_size=20).filter(lambda n: n.isprintable() and n == n.strip())),
         block_tokens=draw(st.sampled_from([32, 64, 96, 128, 512])),
         sink_tokens=draw(st.integers(0, 32)),
         recent_tokens=draw(st.integers(0, 1000)),
@@ -226,6 +226,7 @@ def test_a_model_with_nothing_to_compress_is_refused_by_name():
         ),
         ("version: 1\nname: a\ndefault: {key: 4, value: int8}", "default.key.codec: 4 is not a codec"),
         ("version: 1\nname: ''\ndefault: {key: int8, value: int8}", "name: String should have at least 1 character"),
+        ('version: 1\nname: "a\\nb"\ndefault: {key: int8, value: int8}', "name: 'a\\nb'; allowed: printable"),
         ("version: 1\nname: a\ndefault: !!python/object:os.system {}", "not YAML"),
         ("1: 2\nversion: 1", "setting names must be text"),
     ],

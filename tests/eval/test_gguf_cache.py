@@ -97,7 +97,9 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     assert cache_folder() == Path.home() / ".cache" / "kvquant"
 
 
-def test_a_gguf_becomes_the_same_model_and_tokenizer(tmp_path: Path, home: Path) -> None:
+def test_a_gguf_becomes_the_same_model_and_tokenizer(
+    tmp_path: Path, home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "tiny.gguf"
     written = write_gguf(path)
     loaded = load(str(path), "float32")
@@ -107,6 +109,7 @@ def test_a_gguf_becomes_the_same_model_and_tokenizer(tmp_path: Path, home: Path)
     assert loaded.tokenizer(SAMPLE)["input_ids"] == tiny_tokenizer()(SAMPLE)["input_ids"]
     assert loaded.weights == "tiny.gguf, unpacked to float32"
     assert home in converted(path).parents
+    assert "de-quantizing" not in "".join(capfd.readouterr())
 
 
 def test_it_is_converted_once_and_again_only_for_other_content(

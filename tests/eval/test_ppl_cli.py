@@ -120,6 +120,7 @@ WRONG = {
     "unknown protocol": ({"--protocol": "magic"}, [], "streaming"),
     "unknown dtype": ({"--dtype": "int4"}, [], "bfloat16"),
     "chunk of zero": ({"--chunk": "0"}, [], "--chunk"),
+    "chunk of zero, joined": ({}, ["--chunk=0"], "'0'"),
     "chunk of words": ({"--chunk": "many"}, [], "many"),
     "negative scores": ({"--score-tokens": "-1"}, [], "--score-tokens"),
     "negative seed": ({"--seed": "-1"}, [], "--seed"),
