@@ -6,6 +6,7 @@ Standard output holds the result and nothing else; progress and messages go to s
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Compress a transformer's KV cache, and know what it costs.",
 )
+
+
+bench_app = typer.Typer(help="Measure time, each result as a ratio to a baseline of the same run.")
+app.add_typer(bench_app, name="bench")
 
 
 class Protocol(StrEnum):
@@ -111,6 +116,48 @@ def ppl(
         if out is not None:
             say(f"Report in {out}")
     return EXIT_OK if all(row.status == "ok" for row in result.rows) else EXIT_ROWS
+
+
+_PREFILL_HELP = """What compressing adds to the time of reading a prompt.
+
+[bold]Example[/bold]
+
+  kvquant bench prefill --model smollm2-135m --policies int8,int4 --contexts 4K
+"""
+
+
+@bench_app.command("prefill", help=_PREFILL_HELP)
+def bench_prefill(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Hub name, local folder, GGUF file, or smollm2-135m.")],
+    policies: Annotated[str, typer.Option(help="Presets and policy files, separated by commas.")] = "int4",
+    contexts: Annotated[str, typer.Option(help="Prompt lengths in tokens, e.g. 2K,4096 (K = 1024).")] = "4K",
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens per forward.")] = 4096,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved runs of which medians are taken.")] = 3,
+    dtype: Annotated[DType, typer.Option(help="What the model computes in.")] = DType.float32,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+) -> int:
+    """See `_PREFILL_HELP`."""
+    from kvquant import KVQuantError
+
+    from .bench import PrefillOptions, run_prefill
+    from .display import print_bench, progress
+    from .report import document, to_json
+
+    console = Console(stderr=True)
+    say = partial(console.print, style="dim", markup=False, highlight=False, soft_wrap=True)
+    options = PrefillOptions(model, policies, contexts, chunk, repeats, dtype.value)
+    try:
+        with _only_our_output():
+            rows = run_prefill(options, say, partial(progress, console))
+    except KVQuantError as error:
+        return _complain(str(error))
+    if json:
+        command = shlex.join(["kvquant", *(context.obj or ["bench", "prefill"])])
+        sys.stdout.write(to_json(document(command, rows)))
+    else:
+        print_bench(Console(), rows)
+    return EXIT_OK
 
 
 @contextlib.contextmanager

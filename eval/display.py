@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from .bench import BenchRow
 from .options import format_context
 from .rows import Row
 from .streaming import chunk_bounds
@@ -55,6 +56,18 @@ def _table(rows: Sequence[Row]) -> Table:
             _number(row.kv_ratio, ".1%"),
         )
     return table
+
+
+def print_bench(console: Console, rows: Sequence[BenchRow]) -> None:
+    """One table, at most 80 columns wide."""
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    table.add_column("policy", no_wrap=True, overflow="ellipsis")
+    for heading in ("tokens", "ms", rows[0].baseline, "ratio", "encoding"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        numbers = (row.ms_median, ".0f"), (row.baseline_ms_median, ".0f"), (row.ratio, ".3f"), (row.value, ".2%")
+        table.add_row(row.subject, format_context(row.case), *(_number(*number) for number in numbers))
+    console.print(table)
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

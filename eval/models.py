@@ -55,6 +55,12 @@ def load(name: str, dtype: str, say: Callable[[str], None] = lambda line: None) 
     return _from_folder(name, name, dtype, "the hub", local_files_only=not reachable)
 
 
+def context_limit(model: Any) -> int | None:
+    """The most tokens the model takes (``max_position_embeddings`` of its text decoder), None where it sets none."""
+    limit: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return limit
+
+
 def _alias_file(alias: str) -> Path:
     module, distribution = ALIASES[alias]
     spec = find_spec(module)  # finds a top-level package without running it

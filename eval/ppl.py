@@ -47,13 +47,13 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     rows.
     """
     contexts = parse_contexts(options.contexts)
-    policies = _policies(split_list("--policies", options.policies))
+    policies = policies_of(split_list("--policies", options.policies))
     text = read_texts(text_paths(options.text)) if options.text else default_text()
     if options.out is not None:
         report.prepare(options.out)
     loaded = load(options.model, options.dtype, say)
     maps = {policy.name: policy.resolve(loaded.model.config).describe() for policy in policies}
-    tokens = _tokens(loaded, text, contexts)
+    tokens = tokens_of(loaded, text, contexts)
     settings = Settings(
         tuple(contexts), options.protocol, options.chunk, options.score_tokens, options.dtype, options.seed
     )
@@ -74,7 +74,8 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     return result
 
 
-def _policies(specs: Sequence[str]) -> list[Any]:
+def policies_of(specs: Sequence[str]) -> list[Any]:
+    """Policies by preset name or file. Raises `kvquant.KVQuantError`, also where two have the same name."""
     policies: dict[str, Any] = {}
     for spec in specs:
         policy = kvquant.PrecisionPolicy.load(spec)
@@ -86,7 +87,8 @@ def _policies(specs: Sequence[str]) -> list[Any]:
     return list(policies.values())
 
 
-def _tokens(loaded: LoadedModel, text: Text, contexts: Sequence[int]) -> Tokens:
+def tokens_of(loaded: LoadedModel, text: Text, contexts: Sequence[int]) -> Tokens:
+    """As many ids of the text as the longest context needs; raises `InputError` if the model does not know them."""
     tokens = tokenise(loaded.tokenizer, text.content, contexts[-1])
     check_vocabulary(tokens, loaded.model)
     return tokens

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pandas as pd
 
@@ -43,8 +43,24 @@ class Report:
 
     def document(self) -> dict[str, Any]:
         """What ``--json`` prints and ``rows.json`` holds."""
-        rows = [row.as_dict() for row in self.rows]
-        return {"command": self.command, "versions": versions(), "machine": machine(), "rows": rows}
+        return document(self.command, self.rows)
+
+
+class AnyRow(Protocol):
+    """A row of any command."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row with JSON's own types only."""
+
+
+def document(command: str, rows: Sequence[AnyRow]) -> dict[str, Any]:
+    """What every command's ``--json`` prints."""
+    return {
+        "command": command,
+        "versions": versions(),
+        "machine": machine(),
+        "rows": [row.as_dict() for row in rows],
+    }
 
 
 def to_json(document: Mapping[str, Any]) -> str:
@@ -64,12 +80,12 @@ def prepare(folder: Path) -> None:
 
 def write(folder: Path, report: Report) -> None:
     """Writes the whole report. Raises `InputError` if the folder can't be written any more."""
-    document = report.document()
+    contents = report.document()
     plot = fidelity_plot(report.rows)
     files = {
-        "rows.json": to_json(document).encode(),
+        "rows.json": to_json(contents).encode(),
         "rows.csv": _csv(report.rows).encode(),
-        "README.md": _readme(report, document, plot is not None).encode(),
+        "README.md": _readme(report, contents, plot is not None).encode(),
     }
     try:
         for name, data in files.items():

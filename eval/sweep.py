@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .errors import one_line
+from .models import context_limit
 from .rows import Row, Scores, fidelity, footprint
 from .streaming import Lane, Stream
 
@@ -87,7 +88,7 @@ class Sweep:
 
     def _obstacle(self, context: int) -> str:
         """Why a context can't be run, or nothing."""
-        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        limit = context_limit(self.model)
         if limit is not None and context > limit:
             return f"the model's limit is {limit} tokens (max_position_embeddings)"
         if context > len(self.ids):

@@ -35,7 +35,6 @@ def tokenise(tokenizer: Any, text: str, wanted: int) -> Tokens:
 
 def check_vocabulary(tokens: Tokens, model: Any) -> None:
     """Raises `InputError` if the tokenizer makes ids that the model has no embedding for."""
-    rows = model.get_input_embeddings().weight.shape[0]
     highest = int(tokens.ids.max()) if len(tokens.ids) else -1
     rows = model.get_input_embeddings().weight.shape[0]
     if highest >= rows:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in the Makefile; read when torch is loaded
+
 import pytest
 import torch
 
