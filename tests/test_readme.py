@@ -1,0 +1,54 @@
+"""The README's code runs, and its policy and tables are the real ones."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvquant import PrecisionPolicy, preset_names
+from kvquant_eval.models import load
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.real_model
+def test_the_opening_example_runs(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    torch.set_num_threads(2)
+    code = blocks("python")[0]
+    assert len([line for line in code.splitlines() if line]) <= 8
+    folder = load("smollm2-135m", "float32").model.config._name_or_path
+    code, count = re.subn(r'^name = ".*?"', f"name = {folder!r}", code, flags=re.MULTILINE)
+    assert count == 1
+    exec(compile(code, "README.md", "exec"), {})
+    torch.set_num_threads(1)
+    assert re.search(r"\d+ tokens in 1 rows, \d+ sealed blocks: .* \(0\.3\d\d,", capsys.readouterr().out)
+
+
+def test_the_policy_resolves():
+    (text,) = blocks("yaml")
+    described = PrecisionPolicy.from_yaml(text).resolve(["full_attention"] * 30).describe()
+    assert "layer 0: key int8/channel/g64/none, value int8/token/g64/none" in described
+    assert "layers 27-29: key int8/channel/g32/none" in described
+
+
+def test_every_preset_is_in_the_table_with_its_bits():
+    rows = dict(re.findall(r"^\| `([\w-]+)` \|.*\| ([\d.]+)[^|]*\|$", README, re.MULTILINE))
+    assert set(rows) == set(preset_names())
+    for name, bits in rows.items():
+        layers = PrecisionPolicy.load(name).resolve(["full_attention"] * 30).layers
+        exact = [stored_bits(codec) for layer in layers for codec in (layer.policy.key, layer.policy.value)]
+        assert sum(exact) / len(exact) == pytest.approx(float(bits), abs=0.06), name
+
+
+def stored_bits(codec):
+    layout = codec.layout(1, 128, 64, torch.float16)
+    return sum(8 * torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values()) / (128 * 64)
