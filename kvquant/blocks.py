@@ -4,8 +4,8 @@ Byte layout, little endian:
 
     "KVQB" | version u16 | header length u32 | xxh3-128 (16 bytes) | header | payload
 
-The header is UTF-8 JSON (codec, shape, dtype, fields of each part, in payload order); the payload is the fields'
-raw bytes. The checksum covers the key the block was stored under, the header and the payload, so a flipped bit,
+The header is UTF-8 JSON (codec, shape, dtype, fields and sinks of each part, in payload order); the payload is
+their raw bytes. The checksum covers the key the block was stored under, the header and the payload, so a flipped bit,
 a torn write and another key's block all read as damage.
 """
 
@@ -53,27 +53,27 @@ class BlockKey:
 
 @dataclass(frozen=True)
 class CompressedTensor:
-    """Codes of one tensor ``[heads, tokens, dim]`` of ``dtype``, in the fields its ``codec`` defines."""
+    """Codes of one tensor ``[heads, tokens, dim]`` of ``dtype``, in the fields its ``codec`` defines.
+
+    ``sinks`` are the sequence's first tokens as they were, ``[heads, count, dim]``, where the block holds them and
+    the codec is lossy.
+    """
 
     codec: str
     shape: tuple[int, int, int]
     dtype: torch.dtype
     fields: Mapping[str, Tensor]
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class KVBlock:
-    """One sealed block of one layer.
-
-    ``first`` and ``tokens`` give the valid tokens, ``[first, first + tokens)`` of the block's slots. ``sinks``
-    holds the sequence's first tokens as they were (key, value: ``[heads, count, dim]``), in block 0 only.
-    """
+    """One sealed block of one layer, of which ``tokens`` from place ``first`` on are valid."""
 
     key: CompressedTensor
     value: CompressedTensor
     first: int
     tokens: int
-    sinks: tuple[Tensor, Tensor] | None = None
 
     def to_bytes(self, key: bytes) -> bytes:
         """Serialise under ``key``; see the module docstring for the layout."""
@@ -85,11 +85,11 @@ class KVBlock:
                 "shape": part.shape,
                 "dtype": _DTYPE_NAMES[part.dtype],
                 "fields": {name: _describe(field) for name, field in part.fields.items()},
+                "sinks": None if part.sinks is None else _describe(part.sinks),
             }
-            tensors.extend(part.fields.values())
-        if self.sinks:
-            header["sinks"] = [_describe(sink) for sink in self.sinks]
-            tensors.extend(self.sinks)
+            tensors += part.fields.values()
+            if part.sinks is not None:
+                tensors.append(part.sinks)
         head = json.dumps(header, separators=(",", ":")).encode()
         payload = b"".join(_raw_bytes(tensor) for tensor in tensors)
         return _PREFIX.pack(MAGIC, VERSION, len(head), _digest(key, head, payload)) + head + payload
@@ -104,15 +104,8 @@ class KVBlock:
         try:
             reader = _Reader(payload)
             key_part, value_part = (reader.part(header[role]) for role in ("key", "value"))
-            sinks = [reader.take(*sink) for sink in header.get("sinks", ())]
             reader.finish()
-            return cls(
-                key=key_part,
-                value=value_part,
-                first=int(header["first"]),
-                tokens=int(header["tokens"]),
-                sinks=(sinks[0], sinks[1]) if sinks else None,
-            )
+            return cls(key_part, value_part, int(header["first"]), int(header["tokens"]))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise FormatError(f"block header does not describe its payload: {error}") from error
 
@@ -143,6 +136,7 @@ class _Reader:
             shape=(heads, tokens, dim),
             dtype=_DTYPES[described["dtype"]],
             fields={name: self.take(*field) for name, field in described["fields"].items()},
+            sinks=self.take(*described["sinks"]) if described["sinks"] is not None else None,
         )
 
     def finish(self) -> None:

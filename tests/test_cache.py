@@ -189,6 +189,17 @@ def test_multi_turn(model):
         ids = torch.cat((mine, prompt(15, seed=turn)), dim=1)
 
 
+def test_a_lossless_half_keeps_no_sinks_and_the_lossy_half_keeps_its_own(llama):
+    cache = KVQuantCache.for_model(llama, small("fp16", "int4"))
+    exact = stock(llama)
+    feed(llama, cache, prompt(60))
+    feed(llama, exact, prompt(60))
+    block = cache.block(0, 0, 0)
+    assert block.key.sinks is None
+    assert torch.equal(block.value.sinks, exact.layers[0].values[0, :, :4])
+    assert torch.equal(cache.layers[0].keys, exact.layers[0].keys)
+
+
 # --- sliding windows ---
 
 

@@ -237,10 +237,8 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         if not 0 <= number < len(entry.slots):
             raise CacheStateError(f"row {row} has {len(entry.slots)} sealed blocks, there is no number {number}")
         first = entry.ends[number - 1] if number else 0
-        key, key_sinks = target.key.block(entry, number)
-        value, value_sinks = target.value.block(entry, number)
-        sinks = (key_sinks, value_sinks) if key_sinks is not None and value_sinks is not None else None
-        return KVBlock(key, value, first % self.rows.block_tokens, entry.ends[number] - first, sinks)
+        key, value = target.key.block(entry, number), target.value.block(entry, number)
+        return KVBlock(key, value, first % self.rows.block_tokens, entry.ends[number] - first)
 
     def block_key(self, layer: int, row: int, number: int) -> BlockKey:
         """The runtime handle of a block: unique within the process, new whenever the row is copied."""

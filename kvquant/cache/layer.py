@@ -68,15 +68,20 @@ class History:
         rows, (heads, _, dim) = len(self.tails), self.tails[0].shape
         return self._dense(self.tails[0].new_empty(rows, heads, 0, dim), call)
 
-    def block(self, row: Row, number: int) -> tuple[CompressedTensor, Tensor | None]:
-        """Codes, and raw sinks, of the ``number``-th span in a row's table (copies)."""
+    def block(self, row: Row, number: int) -> CompressedTensor:
+        """A copy of what is stored of the ``number``-th span in a row's table."""
         assert self.arena is not None
         slot = row.slots[number]
         (run,) = self._pool.runs([slot])
         fields = {name: field[0].clone() for name, field in self.arena.read(run).items()}
         heads, _, dim = self.tails[0].shape
-        shape = (heads, self.block_tokens, dim)
-        return CompressedTensor(self.codec.name, shape, self.tails[0].dtype, fields), self.arena.raw.get(slot)
+        return CompressedTensor(
+            codec=self.codec.name,
+            shape=(heads, self.block_tokens, dim),
+            dtype=self.tails[0].dtype,
+            fields=fields,
+            sinks=self.arena.raw.get(slot),
+        )
 
     def crop(self, rows: Sequence[Row]) -> None:
         """Follow rows that were cropped: tails lose their last tokens."""
