@@ -200,6 +200,17 @@ def test_a_lossless_half_keeps_no_sinks_and_the_lossy_half_keeps_its_own(llama):
     assert torch.equal(cache.layers[0].keys, exact.layers[0].keys)
 
 
+def test_keys_and_values_get_the_precision_named_for_them(llama):
+    caches = {name: KVQuantCache.for_model(llama, small(*name)) for name in (("int8", "int4"), ("int4", "int8"))}
+    for (key, value), cache in caches.items():
+        feed(llama, cache, prompt(60))
+        block = cache.block(3, 0, 0)
+        widths = [part.fields["codes"].shape[-1] * 8 // 16 for part in (block.key, block.value)]
+        assert [f"int{width}" for width in widths] == [key, value]
+        layer = cache.stats().layers[3]
+        assert (layer.key_codec.split("/")[0], layer.value_codec.split("/")[0]) == (key, value)
+
+
 # --- sliding windows ---
 
 

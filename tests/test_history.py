@@ -228,3 +228,23 @@ def test_slots_are_shared_contiguously_and_reused():
     assert pool.live == 31
     assert set(pool.allocate(4)) >= set(first[3:5])
     assert pool.references(first[3]) == 1
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 7, 13, 14, 33])
+def test_any_count_of_tokens_in_any_strides(tokens):
+    base = torch.randn(2, 2 * tokens, HEADS, DIM)
+    views = {
+        "transposed": base[:, :tokens].transpose(1, 2),  # how models hand states over
+        "strided": base.transpose(1, 2)[:, :, ::2],
+        "expanded": torch.randn(1, HEADS, tokens, DIM).expand(2, -1, -1, -1),
+    }
+    for name, view in views.items():
+        held = []
+        for fresh in (view, view.clone(memory_format=torch.contiguous_format)):
+            rows = Rows(SlotPool(), BLOCK, RECENT)
+            history = History(Affine(4, "channel", 8), rows.pool, BLOCK, SINKS)
+            dense = history.append(fresh, Calls(rows).take(0, 0, 2, tokens))
+            assert dense.shape == (2, HEADS, tokens, DIM), name
+            held.append(history.dense(rows.view()))
+        assert torch.equal(*held), name
+        assert [row.length for row in rows.rows] == [tokens, tokens]
