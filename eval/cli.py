@@ -167,12 +167,16 @@ def _only_our_output() -> Iterator[None]:
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils import logging
 
+    from kvquant import KVQuantWarning
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     disable_progress_bars()
     set_verbosity_error()  # type: ignore[no-untyped-call]
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", category=KVQuantWarning)
+        warnings.showwarning = lambda message, *_: print(f"kvquant: warning: {message}", file=sys.stderr)
         yield
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         CodecError,
         FormatError,
         KVQuantError,
+        KVQuantWarning,
         PolicyError,
         UnsupportedError,
     )
@@ -41,6 +42,7 @@ _HOME = {
     "KVBlock": "blocks",
     "KVQuantCache": "cache.hf",
     "KVQuantError": "errors",
+    "KVQuantWarning": "errors",
     "LayerPolicy": "policy",
     "PolicyError": "errors",
     "PrecisionPolicy": "policy",
@@ -63,6 +65,7 @@ __all__ = [
     "KVBlock",
     "KVQuantCache",
     "KVQuantError",
+    "KVQuantWarning",
     "LayerPolicy",
     "PolicyError",
     "PrecisionPolicy",

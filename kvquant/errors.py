@@ -7,6 +7,8 @@ KVQuantError
 ├── UnsupportedError  a model, device or operation kvquant cannot serve; says what would serve
 └── CacheStateError   a call that does not fit what the cache holds
 
+KVQuantWarning      something works, but not as well as its user would expect
+
 Every message is one line: what was given, what is allowed, and where.
 """
 
@@ -35,3 +37,7 @@ class UnsupportedError(KVQuantError, NotImplementedError):
 
 class CacheStateError(KVQuantError, RuntimeError):
     """The call does not fit what the cache holds."""
+
+
+class KVQuantWarning(UserWarning):
+    """Something works, but not as well as its user would expect."""

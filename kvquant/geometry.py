@@ -18,3 +18,16 @@ def layer_kinds(config: Any) -> list[str]:
     from transformers.cache_utils import get_layer_types_and_kwargs
 
     return list(get_layer_types_and_kwargs(decoder_config(config))[0])
+
+
+def cache_hazard(config: Any) -> str | None:
+    """Why a model will not keep the cache it is given, in one line; None where it does."""
+    decoder = decoder_config(config)
+    rope = getattr(decoder, "rope_parameters", None) or {}
+    limit = getattr(decoder, "original_max_position_embeddings", None)
+    if decoder.model_type.startswith("phi") and rope.get("rope_type") == "longrope" and limit:
+        return (
+            f"{decoder.model_type} with long-rope: generate() drops the cache it is given once the text passes {limit} "
+            f"tokens and goes on with an uncompressed one of its own; calling the model directly keeps it"
+        )
+    return None

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 VOCAB = 97
 
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -24,14 +24,14 @@ _COMMON = {
 _WINDOWED = {"head_dim": 16, "sliding_window": 8}
 
 FAMILIES = {
-    "llama": lambda: tf.LlamaConfig(**_COMMON),
-    "qwen2": lambda: tf.Qwen2Config(**_COMMON),
-    "qwen3": lambda: tf.Qwen3Config(**_COMMON, head_dim=16),
-    "mistral": lambda: tf.MistralConfig(**_COMMON, sliding_window=None),
-    "mixtral": lambda: tf.MixtralConfig(**_COMMON, num_local_experts=2, num_experts_per_tok=1),
-    "gemma2": lambda: tf.Gemma2Config(**_COMMON, **_WINDOWED),
+    "llama": lambda: tf.LlamaConfig(**COMMON),
+    "qwen2": lambda: tf.Qwen2Config(**COMMON),
+    "qwen3": lambda: tf.Qwen3Config(**COMMON, head_dim=16),
+    "mistral": lambda: tf.MistralConfig(**COMMON, sliding_window=None),
+    "mixtral": lambda: tf.MixtralConfig(**COMMON, num_local_experts=2, num_experts_per_tok=1),
+    "gemma2": lambda: tf.Gemma2Config(**COMMON, **_WINDOWED),
     "gemma3": lambda: tf.Gemma3TextConfig(
-        **_COMMON, **_WINDOWED, layer_types=["sliding_attention", "full_attention"] * 2
+        **COMMON, **_WINDOWED, layer_types=["sliding_attention", "full_attention"] * 2
     ),
     "gpt2": lambda: tf.GPT2Config(
         vocab_size=VOCAB,
@@ -43,7 +43,7 @@ FAMILIES = {
         bos_token_id=1,
         eos_token_id=None,
     ),
-    "gpt_neox": lambda: tf.GPTNeoXConfig(**{k: v for k, v in _COMMON.items() if k != "num_key_value_heads"}),
+    "gpt_neox": lambda: tf.GPTNeoXConfig(**{k: v for k, v in COMMON.items() if k != "num_key_value_heads"}),
 }
 
 

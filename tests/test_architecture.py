@@ -102,7 +102,7 @@ def test_every_error_is_in_the_tree_the_docstring_draws():
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, Exception):
             assert name in drawn
-            assert issubclass(value, errors.KVQuantError)
+            assert issubclass(value, errors.KVQuantError | errors.KVQuantWarning)
 
 
 def test_no_module_named_eval_is_installed():

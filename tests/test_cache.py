@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
 from transformers import Gemma3Config, PreTrainedConfig
 
 import kvquant
-from kvquant import CacheStateError, KVQuantCache, PrecisionPolicy, UnsupportedError
+from kvquant import CacheStateError, KVQuantCache, KVQuantWarning, PrecisionPolicy, UnsupportedError
 from kvquant.testing import relative_rms
-from tests.models import FAMILIES, feed, generate, prompt, stock, tiny
+from tests.models import COMMON, FAMILIES, feed, generate, prompt, stock, tiny
 
+ROOT = Path(__file__).parent.parent
 SMALL = {"block_tokens": 16, "recent_tokens": 16, "sink_tokens": 4}
 
 
@@ -416,8 +421,6 @@ def test_odd_head_sizes(head_dim, policy):
 
 
 def test_keys_and_values_of_different_widths():
-    import transformers as tf
-
     config = tf.DeepseekV3Config(
         vocab_size=97, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
@@ -432,6 +435,15 @@ def test_keys_and_values_of_different_widths():
     feed(model, cache, ids, 9)
     block = cache.block(0, 0, 0)
     assert block.key.shape[2] != block.value.shape[2]
+
+
+def test_a_process_ends_quietly_with_caches_alive():
+    code = (
+        "from tests.models import *; import kvquant; m = tiny(); c = kvquant.KVQuantCache.for_model(m, 'int4');"
+        "feed(m, c, prompt(600)); import copy; d = copy.deepcopy(c)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stderr == done.stdout == ""
 
 
 # --- construction ---
@@ -455,6 +467,26 @@ def test_for_model_refuses_what_it_cannot_serve():
     with pytest.raises(UnsupportedError, match="nothing to compress: the model has 4 sliding_attention"):
         KVQuantCache.for_model(config, "int4")
     assert isinstance(config, PreTrainedConfig)
+
+
+def test_phi3_long_rope_is_warned_about_and_still_right():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = tf.Phi3Config(
+        **COMMON,
+        original_max_position_embeddings=32,
+        rope_parameters={**rope, "original_max_position_embeddings": 32},
+    )
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for length, kept in ((20, 32), (40, 0)):
+        with pytest.warns(KVQuantWarning, match="phi3 with long-rope: generate.. drops the cache .* passes 32 tokens"):
+            cache = KVQuantCache.for_model(model, FP16)
+        mine = generate(model, cache, prompt(length), new=30)
+        assert torch.equal(mine, generate(model, stock(model), prompt(length), new=30))
+        assert cache.get_seq_length() == kept
+    with pytest.warns(KVQuantWarning):
+        cache = KVQuantCache.for_model(model, FP16)
+    feed(model, cache, prompt(80), 20)
+    assert cache.stats().blocks == 4
 
 
 def test_blocks_that_are_not_there(llama):

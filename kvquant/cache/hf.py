@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ..arena import SlotPool
 from ..blocks import BlockKey, KVBlock
-from ..errors import CacheStateError, UnsupportedError
-from ..geometry import decoder_config
+from ..errors import CacheStateError, KVQuantWarning, UnsupportedError
+from ..geometry import cache_hazard, decoder_config
 from ..keys import Identity, content_keys, model_fingerprint
 from ..policy import PrecisionPolicy, ResolvedLayer, ResolvedPolicy
 from .calls import Calls
@@ -118,13 +119,16 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         """An empty cache for a transformers model (or its config).
 
         ``policy`` is a preset's name, a YAML file or a `PrecisionPolicy`. ``tenant`` and ``adapter`` become part
-        of content keys. Raises `PolicyError` or `UnsupportedError` in one line.
+        of content keys. Raises `PolicyError` or `UnsupportedError` in one line; warns (`KVQuantWarning`) of a model
+        that will not keep the cache.
         """
         config = getattr(model, "config", model)
         if not hasattr(config, "get_text_config"):
             raise UnsupportedError(f"{type(model).__name__} is neither a transformers model nor its config")
         if not isinstance(policy, PrecisionPolicy):
             policy = PrecisionPolicy.load(policy)
+        if hazard := cache_hazard(config):
+            warnings.warn(hazard, KVQuantWarning, stacklevel=2)
         cache = cls(policy.resolve(config), config, tenant, adapter)
         if model is not config:
             cache._model = weakref.ref(model)

@@ -15,6 +15,7 @@ where the row was cropped: codes are never rewritten, so the rest of that block 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -92,13 +93,10 @@ class Rows:
         self.pool = pool
         self.block_tokens = block_tokens
         self.recent_tokens = recent_tokens
-        self.rows: list[Row] = []
+        self.rows: list[Row] = []  # always this list: the finalizer holds it
         self.width = 0
         self._pieces: dict[int, tuple[Piece, ...]] = {}  # by sequence, while its table stays as it is
-
-    def __del__(self) -> None:
-        for row in self.rows:
-            self.pool.release(row.slots)
+        weakref.finalize(self, _release, pool, self.rows).atexit = False
 
     def advance(self, starts: Sequence[int], new: int, ids: Tensor | None = None) -> Call:
         """Add ``new`` columns to every row; row i's first token stands at column ``starts[i]`` or later.
@@ -106,7 +104,7 @@ class Rows:
         ``ids`` are the call's token ids ``[rows, new]``, where known.
         """
         if not self.rows:
-            self.rows = [Row() for _ in starts]
+            self.rows += [Row() for _ in starts]
         past = self.width
         self.width = past + new
         calls = []
@@ -192,23 +190,27 @@ class Rows:
         for row in chosen:
             self.pool.retain(row.slots)
         self.clear()
-        self.rows = chosen
+        self.rows += chosen
 
     def clear(self) -> None:
         """Drop all rows (the width stays)."""
-        for row in self.rows:
-            self.pool.release(row.slots)
-        self.rows = []
+        _release(self.pool, self.rows)
         self._pieces.clear()
 
     def fork(self) -> Rows:
         """A copy that shares every block."""
         twin = Rows(self.pool, self.block_tokens, self.recent_tokens)
         twin.width = self.width
-        twin.rows = [row.fork() for row in self.rows]
+        twin.rows += [row.fork() for row in self.rows]
         for row in twin.rows:
             self.pool.retain(row.slots)
         return twin
+
+
+def _release(pool: SlotPool, rows: list[Row]) -> None:
+    for row in rows:
+        pool.release(row.slots)
+    rows.clear()
 
 
 def _first_ids(ids: list[Tensor] | None, count: int) -> list[Tensor] | None:
