@@ -27,7 +27,7 @@ def cache_hazard(config: Any) -> str | None:
     limit = getattr(decoder, "original_max_position_embeddings", None)
     if decoder.model_type.startswith("phi") and rope.get("rope_type") == "longrope" and limit:
         return (
-            f"{decoder.model_type} with long-rope: generate() drops the cache it is given once the text passes {limit} "
+            f"{decoder.model_type} with long-rope: generate() drops its cache once the text is past {limit} "
             f"tokens and goes on with an uncompressed one of its own; calling the model directly keeps it"
         )
     return None

@@ -478,7 +478,7 @@ def test_phi3_long_rope_is_warned_about_and_still_right():
     )
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for length, kept in ((20, 32), (40, 0)):
-        with pytest.warns(KVQuantWarning, match="phi3 with long-rope: generate.. drops the cache .* passes 32 tokens"):
+        with pytest.warns(KVQuantWarning, match="phi3 with long-rope: generate.. drops its cache .* past 32 tokens"):
             cache = KVQuantCache.for_model(model, FP16)
         mine = generate(model, cache, prompt(length), new=30)
         assert torch.equal(mine, generate(model, stock(model), prompt(length), new=30))
