@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -17,7 +19,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from .cli import run
 
-        return run(sys.argv[1:] if arguments is None else arguments)
+        code = run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        print(f"kvquant: the result can't be written: {error.strerror}", file=sys.stderr)
+        os._exit(1)  # Python would try to write what is left once more
     except KeyboardInterrupt:
         print("kvquant: interrupted", file=sys.stderr)
         return 130

@@ -48,7 +48,7 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     """
     contexts = parse_contexts(options.contexts)
     policies = policies_of(split_list("--policies", options.policies))
-    text = read_texts(text_paths(options.text)) if options.text else default_text()
+    text = read_texts(text_paths(options.text), contexts[-1]) if options.text else default_text()
     if options.out is not None:
         report.prepare(options.out)
     loaded = load(options.model, options.dtype, say)
@@ -112,6 +112,6 @@ def _facts(loaded: LoadedModel, text: Text, tokens: Tokens, settings: Settings) 
         "tokens": f"tokenised as a whole; {tokens.bos}",
         "protocol": f"{settings.protocol}, in chunks of {settings.chunk} tokens that attend to the compressed "
         f"past; scored are the last {settings.score_tokens} tokens of a context, less "
-        "those with too little of their past compressed (the column *tokens* counts them)",
+        "those of whose past less than half was sealed before their chunk (the column *tokens* counts them)",
         "seed": str(settings.seed),
     }

@@ -22,6 +22,7 @@ from .options import format_context
 from .plot import fidelity_plot
 from .rows import COLUMNS, Row
 
+_NAMES = ("rows.json", "rows.csv", "plot.png", "README.md")
 _HEADINGS = (
     *("policy", "context", "PPL", "ΔPPL %", "95 %", "KL mean", "KL p99"),
     *("top-1", "tokens", "bytes", "bits", "s"),
@@ -69,13 +70,29 @@ def to_json(document: Mapping[str, Any]) -> str:
 
 
 def prepare(folder: Path) -> None:
-    """Makes the folder and proves that it can be written, before hours are spent. Raises `InputError`."""
+    """Makes the folder and proves that it can be written, before hours are spent.
+
+    Raises `InputError`, also where writing would replace somebody's files rather than an earlier report.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+        foreign = [name for name in _NAMES if (folder / name).exists() and not _is_report(folder)]
     except OSError as error:
         raise InputError(f"--out: {folder}: {error.strerror or error}; allowed: a folder I can write to") from error
+    if foreign:
+        raise InputError(
+            f"--out: {folder}: its {foreign[0]} is not an earlier report's and would be replaced; "
+            "allowed: a new folder, or one with a report"
+        )
+
+
+def _is_report(folder: Path) -> bool:
+    try:
+        return str(json.loads((folder / "rows.json").read_bytes())["command"]).startswith("kvquant ")
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def write(folder: Path, report: Report) -> None:

@@ -82,6 +82,8 @@ def fidelity(scores: Scores, seed: int) -> dict[str, Any]:
             "kl_p99": float(np.quantile(scores.kl, 0.99)),
         }
     infinite = [name for name, value in numbers.items() if not math.isfinite(value)]
+    if {"ppl", "ppl_baseline"} & set(infinite):
+        infinite = list(dict.fromkeys([*infinite, "ppl_delta_pct"]))  # of infinities a percentage says nothing
     values: dict[str, Any] = numbers | dict.fromkeys(infinite)
     if infinite:
         values["reason"] = (

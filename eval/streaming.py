@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +65,7 @@ class Stream:
 
     model: Any
     ids: Tensor
-    windows: Mapping[int, range]
+    windows: Mapping[int, Sequence[int]]
     lanes: list[Lane]
     chunk: int
     tick: Callable[[int, int], None] = lambda start, end: None

@@ -9,6 +9,7 @@ memory, so a run of blocks is read in one call.
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,9 +41,11 @@ class SlotPool:
         self._size = 0
         self._free: list[int] = []  # ascending
         self._references: dict[int, int] = {}
+        self._returned: deque[list[int]] = deque()
 
     def allocate(self, count: int) -> list[int]:
         """``count`` slots with one reference each, ascending; adds a slab of just the right size if need be."""
+        self._settle()
         missing = count - len(self._free)
         if missing > 0:
             size = max(missing, MIN_SLAB, self._size // 16)
@@ -66,14 +69,24 @@ class SlotPool:
                 del self._references[slot]
                 bisect.insort(self._free, slot)
 
+    def give_back(self, slots: list[int]) -> None:
+        """Release ``slots`` at the next opportunity: for finalizers, which may run in the midst of anything."""
+        self._returned.append(slots)
+
     def references(self, slot: int) -> int:
         """How many block tables refer to ``slot``."""
+        self._settle()
         return self._references.get(slot, 0)
 
     @property
     def live(self) -> int:
         """Slots somebody refers to."""
+        self._settle()
         return len(self._references)
+
+    def _settle(self) -> None:
+        while self._returned:
+            self.release(self._returned.popleft())
 
     def slab_size(self, slab: int) -> int:
         """Slots in slab number ``slab``."""

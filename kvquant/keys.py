@@ -2,6 +2,7 @@
 
 A block's key chains BLAKE2b over the token ids up to its end, starting from a digest of all that decides its
 bytes: the model's weights, adapter, policy, dtype, position settings and tenant. Change one and every key misses.
+Equal keys mean equal bytes but for rounding: the same prompt fed in other chunks may differ in its last bits.
 """
 
 from __future__ import annotations

@@ -139,12 +139,16 @@ class PrecisionPolicy(BaseModel):
         """Parse YAML; errors begin with ``source``."""
         try:
             settings = yaml.load(text, Loader=_UniqueKeyLoader)
-        except yaml.YAMLError as error:
+        except RecursionError:
+            raise PolicyError(f"{source}: not a policy: nested too deeply") from None
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits
             raise PolicyError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(settings, dict):
             raise PolicyError(f"{source}: a policy is a mapping with at least 'name' and 'default'")
         if "version" not in settings:
             raise PolicyError(f"{source}: version: missing; this release reads version 1")
+        if isinstance(settings["version"], bool | float):
+            raise PolicyError(f"{source}: version: Input should be 1, not {settings['version']!r}")
         if not all(isinstance(name, str) for name in settings):
             raise PolicyError(f"{source}: setting names must be text, not {[*settings]!r}")
         try:
@@ -175,6 +179,7 @@ class PrecisionPolicy(BaseModel):
                 f"nothing to compress: the model has {_count_kinds(kinds)}; kvquant compresses {COMPRESSED_KIND}"
             )
         chosen: dict[int, tuple[Selector, LayerPolicy]] = {}
+        idle: list[str] = []
         for selector, policy in self.layers:
             try:
                 indices = selector.indices(len(kinds))
@@ -182,17 +187,19 @@ class PrecisionPolicy(BaseModel):
                     raise ValueError(
                         f"selects no {COMPRESSED_KIND} layer, it would do nothing; the model's are {compressed}"
                     )
+                if not set(indices) & set(compressed):
+                    idle.append(selector.text)
                 for index in indices:
                     if index in chosen:
                         raise ValueError(f"layer {index} is selected by {chosen[index][0].text!r} as well")
                     chosen[index] = (selector, policy)
             except ValueError as error:
-                raise PolicyError(f'{self.name}: layers["{selector.text}"]: {error}') from error
+                raise PolicyError(f'policy {self.name!r}: layers["{selector.text}"]: {error}') from error
         layers = []
         for index, kind in enumerate(kinds):
             policy = chosen[index][1] if index in chosen else self.default
             layers.append(ResolvedLayer(index, kind, policy if kind == COMPRESSED_KIND else None))
-        return ResolvedPolicy(self, tuple(layers))
+        return ResolvedPolicy(self, tuple(layers), tuple(idle))
 
     def _plain(self) -> dict[str, Any]:
         return {
@@ -217,10 +224,11 @@ class ResolvedLayer:
 
 @dataclass(frozen=True)
 class ResolvedPolicy:
-    """A policy and the exact map it gives for one model."""
+    """A policy and the exact map it gives for one model; ``idle`` are selectors by depth that hit no layer of it."""
 
     policy: PrecisionPolicy
     layers: tuple[ResolvedLayer, ...]
+    idle: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """The map as text, equal neighbours on one line."""
@@ -242,6 +250,7 @@ class ResolvedPolicy:
             )
             lines.append(f"  {span}: {codecs}")
             first = last + 1
+        lines += [f"  {text} selects no layer of this model that is compressed" for text in self.idle]
         return "\n".join(lines)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-_INDEX = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
-_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%-(\d{1,3}(?:\.\d{1,6})?)%")
+_INDEX = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%-(\d{1,3}(?:\.\d{1,6})?)%", re.ASCII)
 _HELP = "allowed: an index (3), a range (0-7), a share of depth (25%-60%), or a list of these (0,5,9-11)"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import Gemma3Config, PreTrainedConfig
 
 import kvquant
 from kvquant import CacheStateError, KVQuantCache, KVQuantWarning, PrecisionPolicy, UnsupportedError
+from kvquant.arena import SlotPool
 from kvquant.testing import relative_rms
 from tests.models import COMMON, FAMILIES, feed, generate, prompt, stock, tiny
 
@@ -393,7 +395,6 @@ def test_stats_print_and_export(llama):
 
 
 def test_state_follows_each_layers_device():
-    from kvquant.arena import SlotPool
     from kvquant.cache.calls import Calls
     from kvquant.cache.layer import History
     from kvquant.cache.rows import Rows
@@ -444,6 +445,40 @@ def test_a_process_ends_quietly_with_caches_alive():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stderr == done.stdout == ""
+
+
+def test_finalisers_may_run_at_any_moment():
+    pool = SlotPool()
+    slots = pool.allocate(6)
+    pool.give_back(slots[:4])  # as a cache that is collected does, perhaps while the next line allocates
+    assert pool.allocate(2) == slots[:2]
+    assert pool.live == 4
+    assert pool.references(slots[3]) == 0
+
+
+def test_what_cannot_be_done_says_so(llama):
+    cache = KVQuantCache.for_model(llama, small())
+    with pytest.raises(UnsupportedError, match="cannot be pickled; copy.deepcopy"):
+        pickle.dumps(cache)
+    feed(llama, cache, prompt(20, rows=2))
+    assert cache.is_initialized
+    with pytest.raises(CacheStateError, match="layer 7: the cache was built for a model of 4 layers"):
+        cache.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 7)
+    for bad in (torch.tensor([True]), torch.tensor([[0, 1]]), torch.tensor([0.0, 1.0])):
+        with pytest.raises(CacheStateError, match="rows selected by .*; allowed: integers .n., or a mask .2."):
+            cache.batch_select_indices(bad)
+        with pytest.raises(CacheStateError, match="rows selected by"):
+            cache.reorder_cache(bad)
+    assert cache.stats().tokens == (20, 20)
+
+
+@pytest.mark.parametrize("policy", ["int8", "int4"])
+def test_float16_at_its_limits_stays_finite(policy):
+    chosen = PrecisionPolicy.load(policy).default
+    x = torch.full((1, 2, 128, 64), 65000.0, dtype=torch.float16)
+    x[:, :, ::3] *= -1
+    for codec in (chosen.key, chosen.value):
+        assert codec.decode(codec.encode(x), 64, torch.float16).isfinite().all()
 
 
 # --- construction ---

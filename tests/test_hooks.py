@@ -186,6 +186,31 @@ def test_begin_by_hand(model):
 # --- content keys ---
 
 
+@pytest.mark.parametrize("kind", ["hole", "right", "four-dimensional"])
+def test_masks_that_decide_bytes_leave_no_content_keys(model, kind):
+    kvquant.enable(model)
+    mask = torch.ones(1, 40, dtype=torch.long)
+    if kind == "hole":
+        mask[:, 10:14] = 0
+    elif kind == "right":
+        mask[:, 30:] = 0
+    else:
+        mask = torch.ones(1, 1, 40, 40, dtype=torch.bool)
+    cache = fresh(model)
+    model(prompt(40), attention_mask=mask, cache=cache)
+    with pytest.raises(CacheStateError, match="content keys need token ids"):
+        cache.content_keys(0)
+
+
+def test_another_models_states_get_no_content_keys(model):
+    other = tiny("llama")
+    kvquant.enable(other)
+    cache = fresh(model)
+    feed(other, cache, prompt(40))
+    with pytest.raises(CacheStateError, match="content keys need token ids"):
+        cache.content_keys(0)
+
+
 def test_equal_content_gives_equal_keys_whatever_the_row_and_padding(model):
     kvquant.enable(model)
     ids = prompt(100, rows=2)

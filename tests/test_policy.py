@@ -229,6 +229,14 @@ def test_a_model_with_nothing_to_compress_is_refused_by_name():
         ('version: 1\nname: "a\\nb"\ndefault: {key: int8, value: int8}', "name: 'a\\nb'; allowed: printable"),
         ("version: 1\nname: a\ndefault: !!python/object:os.system {}", "not YAML"),
         ("1: 2\nversion: 1", "setting names must be text"),
+        ("version: true\nname: a\ndefault: {key: int8, value: int8}", "version: Input should be 1, not True"),
+        ("version: 1.0\nname: a\ndefault: {key: int8, value: int8}", "version: Input should be 1, not 1.0"),
+        ("[" * 5000, "nested too deeply"),
+        ("a: " + "[" * 900 + "]" * 900, "nested too deeply"),
+        ("{a: " * 3000, "nested too deeply"),
+        (BASE + "recent_tokens: " + "9" * 5000, "not YAML"),
+        (BASE + "recent_tokens: " + "9" * 50, "recent_tokens: Input should be less than or equal to"),
+        (BASE + "layers: {\u0663: {key: int8, value: int8}}", "is not a layer selector"),
     ],
 )
 def test_bad_files_get_one_line_that_names_the_place(text, complaint):
@@ -256,3 +264,10 @@ def test_loading_a_file(tmp_path):
     path.write_text(policy(layers={"0-1": INT8}).to_yaml())
     assert PrecisionPolicy.load(path) == policy(layers={"0-1": INT8})
     assert PrecisionPolicy.load(str(path)).layers[0][0].text == "0-1"
+
+
+def test_a_share_of_depth_that_hits_no_compressed_layer_is_told():
+    resolved = policy(layers={"0%-1%": INT8, "50%-60%": INT8}).resolve([SLIDING, SLIDING, FULL, SLIDING])
+    assert "0%-1% selects no layer of this model that is compressed" in resolved.describe()
+    assert resolved.idle == ("0%-1%",)
+    assert resolved.layers[2].policy.key.bits == 8

@@ -9,7 +9,7 @@ import copy
 import json
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,7 +35,6 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     is_compileable = False
     is_croppable = True
     is_sliding = False
-    supports_early_init = False
 
     def __init__(self, index: int, calls: Calls, key: History, value: History) -> None:
         self.index = index
@@ -92,7 +91,8 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """A KV cache that compresses all but the last tokens, by a per-layer precision policy.
 
     Build with `for_model` and pass to ``model.generate(…, cache=cache)`` or ``model(…, cache=cache)``. A batch
-    with padding needs `kvquant.enable` on the model, or a call of `begin` before each forward pass.
+    with padding needs `kvquant.enable` on the model, or a call of `begin` before each forward pass. Gradients reach
+    the tokens of the current call; what the cache holds is constant.
     """
 
     def __init__(self, resolved: ResolvedPolicy, config: Any, tenant: str = "", adapter: str = "") -> None:
@@ -103,7 +103,7 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self.rows = Rows(SlotPool(), policy.block_tokens, policy.recent_tokens)
         self._calls = Calls(self.rows)
         self._config = decoder_config(config)
-        self._model: weakref.ref[Any] | None = None
+        self._model: Callable[[], Any] = lambda: None
         self._bytes: dict[int, int] = {}  # per compressed layer, as of its last update
         self._peak = 0
         layers = DynamicCache(config=config).layers
@@ -134,6 +134,11 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
             cache._model = weakref.ref(model)
         return cache
 
+    @property
+    def model(self) -> Any:
+        """The model the cache was built for, None where that was a config or is gone."""
+        return self._model()
+
     def begin(
         self,
         input_ids: Tensor | None = None,
@@ -145,19 +150,23 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
         ``input_ids`` ``[rows, new]`` give content keys; a 2-D ``attention_mask`` ``[rows, held + new]`` tells
         left padding, which is then not stored; ``position_ids`` are checked to continue the cache. Masks of other
-        ranks are left to the model. Raises `CacheStateError`.
+        ranks are left to the model. A mask that hides anything but left padding makes keys and values depend on more
+        than the ids, so the rows get no content keys then. Raises `CacheStateError`.
         """
         if new is None:
             if input_ids is None:
                 raise CacheStateError("begin() needs input_ids, or the number of new columns as new=")
             new = input_ids.shape[1]
         mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
-        self._calls.announce(new, input_ids, mask, position_ids)
+        plain = attention_mask is None or (mask is not None and bool(((mask != 0).int().diff(dim=1) >= 0).all()))
+        self._calls.announce(new, input_ids if plain else None, mask, position_ids)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append to layer ``layer_idx`` and return what its attention reads; see `KVQuantLayer.update`."""
+        if layer_idx >= len(self.layers):
+            raise CacheStateError(f"layer {layer_idx}: the cache was built for a model of {len(self.layers)} layers")
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
         if isinstance(layer, KVQuantLayer):
@@ -184,7 +193,7 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row ``beam_idx[i]``: pointer work, no code moves."""
-        self._select(beam_idx.tolist())
+        self._select(_indices(beam_idx, len(self.rows.rows)))
         for layer in self._foreign():
             layer.reorder_cache(beam_idx)
 
@@ -196,10 +205,7 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices`` (integers, or a mask) only."""
-        picked = torch.as_tensor(indices)
-        if picked.dtype == torch.bool:
-            picked = picked.nonzero().flatten()
-        self._select(picked.tolist())
+        self._select(_indices(torch.as_tensor(indices), len(self.rows.rows)))
         for layer in self._foreign():
             layer.batch_select_indices(indices)
 
@@ -221,8 +227,9 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache of its own that shares sealed blocks by reference and copies the tails."""
         self._calls.settle()
-        twin = copy.copy(self)
+        twin = object.__new__(type(self))
         memo[id(self)] = twin
+        twin.__dict__.update(self.__dict__)
         twin.rows = self.rows.fork()
         twin._calls = self._calls.fork(twin.rows)
         twin._bytes = dict(self._bytes)
@@ -231,6 +238,9 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
             for layer in self.layers
         ]
         return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError("a KVQuantCache cannot be pickled; copy.deepcopy(cache) copies it within the process")
 
     def block(self, layer: int, row: int, number: int) -> KVBlock:
         """A copy of the ``number``-th sealed span of a row in one layer."""
@@ -251,7 +261,7 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def content_keys(self, row: int) -> list[bytes]:
         """Content keys of a row's sealed blocks; needs a cache built for a model and ids told by `begin`."""
         entry = self.rows.rows[row]
-        model = self._model() if self._model is not None else None
+        model = self.model
         if model is None:
             raise CacheStateError("content keys need the model: build the cache with for_model(model, …)")
         if entry.ids is None:
@@ -319,6 +329,16 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
             if isinstance(layer, KVQuantLayer):
                 layer.key.select(indices)
                 layer.value.select(indices)
+
+
+def _indices(given: Tensor, rows: int) -> list[int]:
+    """Row numbers from a tensor of integers or a mask over the rows."""
+    if given.dtype == torch.bool and given.shape == (rows,):
+        given = given.nonzero().flatten()
+    if given.dim() != 1 or given.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        shape = tuple(given.shape)
+        raise CacheStateError(f"rows selected by {given.dtype} {shape}; allowed: integers [n], or a mask [{rows}]")
+    return [int(index) for index in given.tolist()]
 
 
 def _other_bytes(layer: Any) -> int:

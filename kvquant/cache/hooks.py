@@ -61,5 +61,7 @@ def _announce(names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], 
         return
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
     shaped = ids if isinstance(ids, Tensor) else embeds
+    if cache.model is not None and _decoder(cache.model) is not module:
+        ids = None  # another model's keys and values must not get this model's content keys
     if isinstance(shaped, Tensor):
         cache.begin(ids, given.get("attention_mask"), given.get("position_ids"), new=shaped.shape[1])

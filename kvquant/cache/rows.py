@@ -96,7 +96,7 @@ class Rows:
         self.rows: list[Row] = []  # always this list: the finalizer holds it
         self.width = 0
         self._pieces: dict[int, tuple[Piece, ...]] = {}  # by sequence, while its table stays as it is
-        weakref.finalize(self, _release, pool, self.rows).atexit = False
+        weakref.finalize(self, _give_back, pool, self.rows).atexit = False
 
     def advance(self, starts: Sequence[int], new: int, ids: Tensor | None = None) -> Call:
         """Add ``new`` columns to every row; row i's first token stands at column ``starts[i]`` or later.
@@ -194,7 +194,9 @@ class Rows:
 
     def clear(self) -> None:
         """Drop all rows (the width stays)."""
-        _release(self.pool, self.rows)
+        for row in self.rows:
+            self.pool.release(row.slots)
+        self.rows.clear()
         self._pieces.clear()
 
     def fork(self) -> Rows:
@@ -207,10 +209,9 @@ class Rows:
         return twin
 
 
-def _release(pool: SlotPool, rows: list[Row]) -> None:
+def _give_back(pool: SlotPool, rows: list[Row]) -> None:
     for row in rows:
-        pool.release(row.slots)
-    rows.clear()
+        pool.give_back(row.slots)
 
 
 def _first_ids(ids: list[Tensor] | None, count: int) -> list[Tensor] | None:

@@ -87,6 +87,8 @@ class Affine:
         x = grouped.mul_(scale).add_(zero).reshape(codes.shape)
         if self.rotate == "hadamard":
             x = unrotate(x)
+        if dtype == torch.float16:
+            x = x.clamp_(-FP16_MAX, FP16_MAX)  # half a step beyond its largest value would be infinite
         return x.to(dtype)
 
     def channel_group(self, dim: int) -> int:

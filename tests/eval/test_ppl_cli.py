@@ -30,7 +30,7 @@ def arguments(model_folder: Path, text_file: Path, policy_file: PolicyFile) -> d
         "--policies": policies,
         "--contexts": "96,128",
         "--text": str(text_file),
-        "--chunk": "32",
+        "--chunk": "8",
         "--score-tokens": "64",
     }
 

@@ -142,3 +142,16 @@ def test_an_interrupted_write_leaves_the_earlier_file(tmp_path: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, report(SKIPPED))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["README.md", "plot.png", "rows.csv"])
+def test_files_that_are_no_report_are_not_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("precious")
+    for other in ("", "[]", '{"command": 3}', "nonsense"):
+        if other:
+            (tmp_path / "rows.json").write_text(other)
+        with pytest.raises(InputError, match="is not an earlier report's and would be replaced"):
+            prepare(tmp_path)
+    assert (tmp_path / name).read_text() == "precious"
+    (tmp_path / "rows.json").write_text('{"command": "kvquant ppl"}')
+    prepare(tmp_path)

@@ -22,7 +22,7 @@ from kvquant_eval.rows import Row
 from kvquant_eval.streaming import chunk_bounds
 from kvquant_eval.sweep import Settings, Sweep
 
-from .tiny import FIRST_SCORED, small_policy, tiny_llama
+from .tiny import scored, small_policy, tiny_llama
 
 Codec = Callable[[str, Callable[[torch.Tensor], torch.Tensor]], None]
 
@@ -46,7 +46,7 @@ def expected(model: Any, ids: torch.Tensor, cache: Any, chunk: int) -> torch.Ten
 # -- canaries
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 200])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 50])
 def test_with_the_quantiser_off_every_logit_is_the_same(llama: Any, ids: torch.Tensor, chunk: int) -> None:
     for row in sweep(llama, ids, [small_policy("fp16")], 100, 131, chunk=chunk):
         assert row.status == "ok"
@@ -86,7 +86,7 @@ def test_rows_equal_an_independent_loop(llama: Any, ids: torch.Tensor) -> None:
         policy = next(policy for policy in policies if policy.name == row.policy)
         cache = KVQuantCache.for_model(llama, policy)
         ours = expected(llama, ids[: row.context], cache, 16)
-        window = torch.arange(max(row.context - 64, FIRST_SCORED), row.context)
+        window = torch.tensor(scored(row.context, 16, 64, (96,)))
         p, q = base[window - 1], ours[window - 1]
         kl = (p.exp() * (p - q)).sum(-1)
         assert row.tokens_scored == len(window)
@@ -117,11 +117,11 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(
 ) -> None:
     model = tiny_llama()
     model.lm_head.weight.data.zero_()
-    scored: list[int] = []
+    counts: list[int] = []
     original = streaming.Reference.of
 
     def spy(logits: torch.Tensor, targets: torch.Tensor) -> Any:
-        scored.append(len(targets))
+        counts.append(len(targets))
         return original(logits, targets)
 
     monkeypatch.setattr(streaming.Reference, "of", spy)
@@ -130,10 +130,10 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(
     rows = sweep(model, ids, [small_policy("int4")], *lengths, chunk=chunk, score_tokens=w)
     for row, length in zip(rows, lengths, strict=True):
         assert row.ppl == pytest.approx(97, rel=1e-6)
-        assert row.tokens_scored == length - max(length - w, FIRST_SCORED)
+        assert row.tokens_scored == len(scored(length, chunk, w, lengths))
     # One pass scores the union of all windows, each target once.
-    union = set().union(*(range(max(length - w, FIRST_SCORED), length) for length in lengths))
-    assert sum(scored) == len(union)
+    union = set().union(*(scored(length, chunk, w, lengths) for length in lengths))
+    assert sum(counts) == len(union)
 
 
 @hypothesis.settings(deadline=None)
@@ -157,10 +157,28 @@ def test_a_shorter_context_in_a_sweep_equals_a_sweep_of_its_own(llama: Any, ids:
 
 
 def test_the_same_numbers_for_every_chunk_size(llama: Any, ids: torch.Tensor) -> None:
-    rows = [sweep(llama, ids, [small_policy("fp16")], 150, chunk=chunk)[0] for chunk in (1, 3, 8, 64, 150, 1000)]
-    for row in rows[1:]:
+    rows = [sweep(llama, ids, [small_policy("fp16")], 150, chunk=chunk, score_tokens=20)[0] for chunk in (1, 3, 8, 64)]
+    for row in rows:
         assert row.ppl == pytest.approx(rows[0].ppl, rel=1e-5)
-        assert row.tokens_scored == rows[0].tokens_scored
+        assert row.tokens_scored == 20
+
+
+@pytest.mark.parametrize("chunk", [76, 149, 150, 1000])
+def test_a_chunk_that_hides_the_compressed_past_scores_nothing(
+    llama: Any, ids: torch.Tensor, codec: Codec, chunk: int
+) -> None:
+    codec("zeros", torch.zeros_like)
+    (row,) = sweep(llama, ids, [small_policy("zeros")], 150, chunk=chunk, score_tokens=20)
+    assert (row.status, row.tokens_scored, row.kl_mean) == ("skipped", 0, None)
+    assert row.reason.endswith(f"before a chunk of {chunk} began")
+
+
+@pytest.mark.parametrize("chunk", [8, 16, 48, 64, 75])
+def test_zeroed_codes_show_whatever_the_chunk(llama: Any, ids: torch.Tensor, codec: Codec, chunk: int) -> None:
+    codec("zeros", torch.zeros_like)
+    (row,) = sweep(llama, ids, [small_policy("zeros")], 150, chunk=chunk)
+    assert row.tokens_scored == len(scored(150, chunk, 64))
+    assert (row.kl_mean or 0) > 0.1
 
 
 # -- memory (case 27)
@@ -184,5 +202,5 @@ def test_logits_are_bounded_by_the_chunk_and_dropped(llama: Any, ids: torch.Tens
         hook.remove()
         largest[context] = max(rows)
         assert max(alive) <= 2  # the reference's and the policy's in work
-        assert sum(rows) == 4 * 64  # nothing is computed for tokens that are not scored
+        assert sum(rows) == 4 * len(scored(context, 32, 64))  # nothing is computed for tokens that are not scored
     assert largest[128] == largest[512] == 32

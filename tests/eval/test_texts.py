@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvquant_eval import texts
 from kvquant_eval.errors import InputError
 from kvquant_eval.texts import default_text, read_texts
 
@@ -84,3 +85,18 @@ def _refused(path: Path, says: str) -> None:
     assert message.startswith(f"--text: {path}: ")
     assert says in message
     assert "\n" not in message
+
+
+def test_only_the_beginning_of_a_huge_text_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "_LEAST_BYTES", 11)
+    for suffix, opener in ((".txt", open), (".xz", lzma.open), (".gz", gzip.open), (".bz2", bz2.open)):
+        path = tmp_path / f"long{suffix}"
+        with opener(path, "wb") as file:
+            file.write(("né" * 1000).encode())
+        assert read_texts([path]).content == "nénénén"  # eleven bytes end within an é
+        assert read_texts([path], tokens=1).content == ("né" * 1000).encode()[:64].decode(errors="ignore")
+
+
+def test_a_device_without_end_is_refused_at_once() -> None:
+    with pytest.raises(InputError, match="a binary file"):
+        read_texts([Path("/dev/zero")])

@@ -16,6 +16,18 @@ FIRST_SCORED = 2 * (BLOCK + RECENT)
 SAMPLE = "In the beginning was the word, and 42 words were counted twice.\n\tSo it goes; élan, naïve, 日本.\n" * 40
 
 
+def scored(context: int, chunk: int, count: int, others: tuple[int, ...] = ()) -> list[int]:
+    """Targets scored for a context under `small_policy`, token by token from the definition."""
+    starts = {*range(0, context, chunk), *others}
+    targets = []
+    for target in range(max(1, context - count), context):
+        start = max(start for start in starts if start < target)
+        sealed = max(0, start - RECENT) // BLOCK * BLOCK
+        if target >= FIRST_SCORED and 2 * sealed >= target:
+            targets.append(target)
+    return targets
+
+
 def tiny_llama(seed: int = 0, **settings: Any) -> Any:
     """Weights large enough that predictions are far from uniform and quantisation shows."""
     shape = {
