@@ -52,6 +52,26 @@ class TestInt4ChannelRotatedWholeBlock(CodecContract):
     sqnr_floor = 19.5
 
 
+class TestInt3Channel(CodecContract):
+    codec = Affine(3, "channel")
+    sqnr_floor = 15.4
+
+
+class TestInt3Rotated(CodecContract):
+    codec = Affine(3, "token", rotate="hadamard")
+    sqnr_floor = 15.4
+
+
+class TestInt2Channel(CodecContract):
+    codec = Affine(2, "channel")
+    sqnr_floor = 9.7
+
+
+class TestInt2Rotated(CodecContract):
+    codec = Affine(2, "token", group=32, rotate="hadamard")
+    sqnr_floor = 9.7
+
+
 def plain_affine(x: np.ndarray, codec: Affine) -> np.ndarray:
     """The affine codec for one block, group by group in float64, from its description alone."""
     heads, tokens, dim = x.shape

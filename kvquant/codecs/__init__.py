@@ -11,6 +11,8 @@ from .raw import Raw, make_raw
 register_codec("fp16", make_raw)
 register_codec("int8", partial(make_affine, 8))
 register_codec("int4", partial(make_affine, 4))
+register_codec("int3", partial(make_affine, 3))
+register_codec("int2", partial(make_affine, 2))
 
 __all__ = [
     "Affine",

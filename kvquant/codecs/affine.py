@@ -4,12 +4,16 @@
 channels). ``axis="token"``: a group is ``group`` channels of one token. Method: KIVI (Liu et al., 2024); with
 ``rotate="hadamard"``, QuaRot (Ashkboos et al., 2024).
 
-Zero is rounded down and scale up to what float16 holds *before* codes are taken, so every value decodes to
-within half a stored step, whatever the range. A block whose range float16 cannot hold keeps float32 parameters.
+At 4 and 8 bits the range is that of the group. Zero is rounded down and scale up to what float16 holds *before*
+codes are taken, so every value decodes to within half a stored step, whatever the range. At 2 and 3 bits that would
+waste codes on the extremes: the range is the one of least squared error instead, searched for and refined.
+
+A block whose range float16 cannot hold keeps float32 parameters.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +32,8 @@ MIN_GROUP = 8  # a group of one value has min == max: it would look lossless and
 MAX_GROUP = 4096
 DEFAULT_GROUP = 64
 FP16_MAX = 65504.0
+SHRINK = (1.0, 0.8, 0.6)  # shares of the half-ranges below and above the middle that the search tries
+REFINEMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,10 @@ class Affine:
             x = hadamard(x)
         grouped, reduced = self._group(x)
         low, high = torch.aminmax(grouped, dim=reduced, keepdim=True)
+        if self.bits <= 3:
+            low, high = self._least_squares(grouped, low, high, reduced)
         zero, scale = self._parameters(low, high)
-        # A constant group has scale 0; any divisor gives it code 0.
-        codes = (grouped - zero).div_(torch.where(scale > 0, scale, 1.0))
-        codes = codes.round_().clamp_(0, (1 << self.bits) - 1).to(torch.uint8)
+        codes = self._codes(grouped, zero, scale).to(torch.uint8)
         return {
             "codes": pack(codes.reshape(n, heads, tokens, dim), self.bits),
             "scale": scale.squeeze(reduced),
@@ -108,6 +114,33 @@ class Affine:
             return x.reshape(n, heads, tokens // self.group, self.group, dim), -2
         group = self.channel_group(dim)
         return x.reshape(n, heads, tokens, dim // group, group), -1
+
+    def _codes(self, grouped: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
+        # A constant group has scale 0; any divisor gives it code 0.
+        codes = (grouped - zero).div_(torch.where(scale > 0, scale, 1.0))
+        return codes.round_().clamp_(0, (1 << self.bits) - 1)
+
+    def _least_squares(self, x: Tensor, low: Tensor, high: Tensor, reduced: int) -> tuple[Tensor, Tensor]:
+        """The range of least squared error: the best of a grid, then line fits of values on their codes."""
+        top = (1 << self.bits) - 1
+        middle = (low + high) / 2
+        best = torch.full_like(low, torch.inf)
+        zero, scale = low, (high - low) / top
+        for below, above in itertools.product(SHRINK, SHRINK):
+            lowest, step = torch.lerp(middle, low, below), ((high - middle) * above + (middle - low) * below) / top
+            error = self._codes(x, lowest, step).mul_(step).add_(lowest).sub_(x).square_().sum(reduced, keepdim=True)
+            better = error < best
+            best = torch.where(better, error, best)
+            zero, scale = torch.where(better, lowest, zero), torch.where(better, step, scale)
+        mean = x.mean(reduced, keepdim=True)
+        for _ in range(REFINEMENTS):
+            codes = self._codes(x, zero, scale)
+            centre = codes.mean(reduced, keepdim=True)
+            spread = (codes - centre).square_().sum(reduced, keepdim=True)
+            slope = ((codes - centre) * (x - mean)).sum(reduced, keepdim=True) / spread
+            scale = torch.where(spread > 0, slope, scale)
+            zero = torch.where(spread > 0, mean - scale * centre, zero)
+        return zero, zero + top * scale
 
     def _parameters(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Zero and scale as stored; float32 holding float16 values unless a block overflows float16."""
