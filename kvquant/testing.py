@@ -65,7 +65,7 @@ class CodecContract:
 
     def test_name_gives_the_codec_back(self) -> None:
         """`name` is canonical."""
-        assert get_codec(self.codec.name) == self.codec
+        assert get_codec(self.codec.name, block_tokens=self.block_tokens) == self.codec
 
     def test_shape_and_dtype_come_back(self) -> None:
         """Every head size and float dtype is served."""

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvquant.codecs import Affine, Raw, codec_names, get_codec, register_codec, unregister_codec
+from kvquant.codecs import Affine, BitsAndBytes, Raw, codec_names, get_codec, register_codec, unregister_codec
 from kvquant.codecs.packing import pack, packed_width, unpack
 from kvquant.codecs.rotation import hadamard, segments, unrotate
 from kvquant.errors import CodecError
@@ -70,6 +70,32 @@ class TestInt2Channel(CodecContract):
 class TestInt2Rotated(CodecContract):
     codec = Affine(2, "token", group=32, rotate="hadamard")
     sqnr_floor = 9.7
+
+
+class TestNF4Channel(CodecContract):
+    codec = BitsAndBytes("nf4", "channel")
+    sqnr_floor = 20.5
+
+
+class TestNF4Rotated(CodecContract):
+    codec = BitsAndBytes("nf4", "token", rotate="hadamard")
+    sqnr_floor = 20.5
+
+
+class TestFP4Token(CodecContract):
+    codec = BitsAndBytes("fp4", "token", group=32)
+    sqnr_floor = 18.5
+
+
+class TestDynamic8Channel(CodecContract):
+    codec = BitsAndBytes("dynamic8", "channel")
+    sqnr_floor = 39.5
+
+
+class TestDynamic8Token(CodecContract):
+    codec = BitsAndBytes("dynamic8", "token", group=256)
+    sqnr_floor = 39.0
+    block_tokens = 256
 
 
 def plain_affine(x: np.ndarray, codec: Affine) -> np.ndarray:

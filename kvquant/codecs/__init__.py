@@ -6,6 +6,7 @@ from functools import partial
 
 from .affine import Affine, make_affine
 from .base import Codec, Fields, Layout, codec_names, get_codec, register_codec, unregister_codec
+from .bnb import BitsAndBytes, make_bnb
 from .raw import Raw, make_raw
 
 register_codec("fp16", make_raw)
@@ -13,9 +14,12 @@ register_codec("int8", partial(make_affine, 8))
 register_codec("int4", partial(make_affine, 4))
 register_codec("int3", partial(make_affine, 3))
 register_codec("int2", partial(make_affine, 2))
+for _format in ("nf4", "fp4", "dynamic8"):
+    register_codec(_format, partial(make_bnb, _format))
 
 __all__ = [
     "Affine",
+    "BitsAndBytes",
     "Codec",
     "Fields",
     "Layout",

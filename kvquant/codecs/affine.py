@@ -23,11 +23,10 @@ from torch import Tensor
 
 from ..errors import CodecError
 from .base import Fields, Layout
+from .options import read_axis_and_rotation
 from .packing import pack, packed_width, unpack
 from .rotation import hadamard, unrotate
 
-AXES = ("channel", "token")
-ROTATIONS = ("none", "hadamard")
 MIN_GROUP = 8  # a group of one value has min == max: it would look lossless and save nothing
 MAX_GROUP = 4096
 DEFAULT_GROUP = 64
@@ -166,16 +165,7 @@ def _round_down_fp16(x: Tensor) -> Tensor:
 
 def make_affine(bits: int, options: Mapping[str, Any], role: str, block_tokens: int) -> Affine:
     """Build from a policy's options ``axis``, ``group`` and ``rotate``."""
-    known = ("axis", "group", "rotate")
-    for option in options:
-        if option not in known:
-            raise CodecError(f"{option}: unknown option of int{bits}; allowed: {', '.join(known)}")
-    axis = options.get("axis", "channel" if role == "key" else "token")
-    rotate = options.get("rotate", "none")
-    if axis not in AXES:
-        raise CodecError(f"axis: {axis!r}; allowed: {', '.join(AXES)}")
-    if rotate not in ROTATIONS:
-        raise CodecError(f"rotate: {rotate!r}; allowed: {', '.join(ROTATIONS)}")
+    axis, rotate = read_axis_and_rotation(f"int{bits}", options, role)
     span = block_tokens if axis == "channel" else MAX_GROUP  # what the group must divide, where that is known
     group = options.get("group", _largest_divisor(span, DEFAULT_GROUP))
     if isinstance(group, bool) or not isinstance(group, int) or not MIN_GROUP <= group <= MAX_GROUP:
