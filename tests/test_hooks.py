@@ -17,6 +17,9 @@ POLICY = PrecisionPolicy(
 )
 
 
+FP16 = PrecisionPolicy(**{**dict(POLICY), "default": {"key": "fp16", "value": "fp16"}})
+
+
 @pytest.fixture
 def model():
     return tiny("llama")
@@ -118,13 +121,56 @@ def test_a_copied_model_is_enabled_on_its_own(model):
 # --- what does not continue the cache ---
 
 
-def test_a_prompt_that_is_cached_already_is_refused_not_fed_again(model):
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gemma2", "gemma3")])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_prompt_that_is_cached_whole_costs_one_token_and_gives_the_cold_text(family, masked):
+    model = tiny(family)
+    kvquant.enable(model)
+    ids = prompt(40, rows=2)
+    mask = torch.ones_like(ids)
+    if masked:
+        ids[1, :15] = mask[1, :15] = 0
+    given = {"attention_mask": mask} if masked else {}
+    cache = KVQuantCache.for_model(model, FP16)
+    feed(model, cache, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    lengths = []
+    handle = model.get_decoder().register_forward_hook(lambda m, args, out: lengths.append(out[0].shape[1]))
+    mine = generate(model, cache, ids, **given)
+    handle.remove()
+    assert torch.equal(mine, generate(model, stock(model), ids, **given))
+    assert lengths[0] == 1
+
+
+def test_a_prompt_cached_whole_behind_a_full_window_is_refused():
+    model = tiny("gemma3")
     kvquant.enable(model)
     cache = fresh(model)
     feed(model, cache, prompt(20))
     with pytest.raises(CacheStateError, match="position_ids of row 0 go on at 0, but the cache holds 20 tokens"):
         generate(model, cache, prompt(20))
     assert cache.get_seq_length() == 20
+
+
+def test_the_same_tokens_once_more_are_new_tokens(model):
+    kvquant.enable(model)
+    for length in (1, 20):
+        cache, exact = KVQuantCache.for_model(model, FP16), stock(model)
+        ids = prompt(length)
+        for _ in range(3):
+            assert torch.equal(feed(model, cache, ids), feed(model, exact, ids))
+        positions = torch.arange(3 * length, 4 * length)[None]
+        assert torch.equal(
+            feed(model, cache, ids, position_ids=positions), feed(model, exact, ids, position_ids=positions)
+        )
+        assert cache.stats().tokens == (4 * length,)
+
+
+def test_another_prompt_of_the_same_length_is_refused(model):
+    kvquant.enable(model)
+    cache = fresh(model)
+    feed(model, cache, prompt(20))
+    with pytest.raises(CacheStateError, match="position_ids of row 0 go on at 0, but the cache holds 20 tokens"):
+        generate(model, cache, prompt(20, seed=8))
 
 
 def test_positions_may_count_tokens_or_columns(model):

@@ -161,6 +161,22 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         plain = attention_mask is None or (mask is not None and bool(((mask != 0).int().diff(dim=1) >= 0).all()))
         self._calls.announce(new, input_ids if plain else None, mask, position_ids)
 
+    def repeats(self, input_ids: Tensor, position_ids: Tensor | None) -> bool:
+        """Whether a call brings, at their own positions, just the tokens the cache holds, and one can be taken back.
+
+        ``input_ids`` ``[rows, columns]``, padding included. Equal tokens that go on at the next position are new.
+        """
+        rows = self.rows.rows
+        if not rows or input_ids.shape != (len(rows), self.rows.width) or position_ids is None:
+            return False
+        for index, (row, given) in enumerate(zip(rows, input_ids, strict=True)):
+            last = int(position_ids[index % len(position_ids), -1]) if position_ids.dim() == 2 else -1
+            if last not in (row.length - 1, self.rows.width - 1) or not row.ids:
+                return False
+            if not torch.equal(torch.cat(row.ids), given[row.start :].to(row.ids[0].device)):
+                return False
+        return all(_can_crop(layer) for layer in self._foreign())
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -339,6 +355,13 @@ def _indices(given: Tensor, rows: int) -> list[int]:
         shape = tuple(given.shape)
         raise CacheStateError(f"rows selected by {given.dtype} {shape}; allowed: integers [n], or a mask [{rows}]")
     return [int(index) for index in given.tolist()]
+
+
+def _can_crop(layer: Any) -> bool:
+    """Whether a layer of transformers' own can forget a token: a full sliding window has dropped what came before."""
+    window = getattr(layer, "sliding_window", None)
+    full = window is not None and layer.get_seq_length() >= window and not layer.record_past
+    return bool(layer.is_croppable) and not full
 
 
 def _other_bytes(layer: Any) -> int:

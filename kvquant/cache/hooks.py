@@ -23,9 +23,9 @@ _HANDLE = "_kvquant_hook"  # kept on the decoder itself, so that a copy of the m
 def enable(model: nn.Module) -> None:
     """Install the hook on a transformers model; does nothing if it is there already.
 
-    With it, left padding takes no memory, blocks get content keys and inputs that do not continue the cache are
-    refused. Forward passes with other caches are not affected. Raises `UnsupportedError` for a model whose decoder
-    takes no cache.
+    With it, left padding takes no memory, blocks get content keys, a prompt that is cached whole costs one token, and
+    inputs that do not continue the cache are refused. Forward passes with other caches are not affected. Raises
+    `UnsupportedError` for a model whose decoder takes no cache.
     """
     decoder = _decoder(model)
     names = tuple(inspect.signature(decoder.forward).parameters)
@@ -52,16 +52,26 @@ def _decoder(model: nn.Module) -> nn.Module:
     return decoder if isinstance(decoder, nn.Module) else model
 
 
-def _announce(names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _announce(
+    names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     given = dict(zip(names, args, strict=False)) | kwargs
     cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if not isinstance(cache, KVQuantCache):
-        return
+        return None
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    repeated = isinstance(ids, Tensor) and cache.repeats(ids, given.get("position_ids"))
+    if repeated:
+        # `generate` feeds a prompt that is cached whole again from its start: there is nothing left to read, but
+        # the last token must be, for its logits.
+        cache.crop(-1)
+        given |= {name: given[name][..., -1:] for name in ("input_ids", "position_ids") if given.get(name) is not None}
+        ids = given["input_ids"]
     shaped = ids if isinstance(ids, Tensor) else embeds
     if cache.model is not None and _decoder(cache.model) is not module:
         ids = None  # another model's keys and values must not get this model's content keys
     if isinstance(shaped, Tensor):
         cache.begin(ids, given.get("attention_mask"), given.get("position_ids"), new=shaped.shape[1])
+    return ((), given) if repeated else None
