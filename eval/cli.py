@@ -160,6 +160,43 @@ def bench_prefill(
     return EXIT_OK
 
 
+_DOCTOR_HELP = """What a policy does to a model, layer by layer and why, without loading its weights.
+
+[bold]Example[/bold]
+
+  kvquant doctor smollm2-135m --policy shallow-fp16-deep-int4
+"""
+
+
+@app.command(help=_DOCTOR_HELP)
+def doctor(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Hub name, local folder, GGUF file, or smollm2-135m.")],
+    policy: Annotated[str, typer.Option(help="A preset or a policy file.")] = "int4",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+) -> int:
+    """See `_DOCTOR_HELP`."""
+    from kvquant import KVQuantError
+
+    from .display import print_diagnosis
+    from .doctor import diagnose
+    from .report import document, to_json
+
+    say = partial(Console(stderr=True).print, style="dim", markup=False, highlight=False, soft_wrap=True)
+    try:
+        with _only_our_output():
+            diagnosis = diagnose(model, policy, say)
+    except KVQuantError as error:
+        return _complain(str(error))
+    if json:
+        sys.stdout.write(to_json(document(shlex.join(["kvquant", *(context.obj or ["doctor"])]), diagnosis.rows)))
+        for note in diagnosis.notes:
+            say(note)
+    else:
+        print_diagnosis(Console(), diagnosis)
+    return EXIT_OK if diagnosis.served else EXIT_ROWS
+
+
 @contextlib.contextmanager
 def _only_our_output() -> Iterator[None]:
     """Keeps libraries' bars, logs and warnings off the terminal, and anything they print off standard output."""

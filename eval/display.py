@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from .bench import BenchRow
+from .doctor import Diagnosis
 from .options import format_context
 from .rows import Row
 from .streaming import chunk_bounds
@@ -68,6 +69,16 @@ def print_bench(console: Console, rows: Sequence[BenchRow]) -> None:
         numbers = (row.ms_median, ".0f"), (row.baseline_ms_median, ".0f"), (row.ratio, ".3f"), (row.value, ".2%")
         table.add_row(row.subject, format_context(row.case), *(_number(*number) for number in numbers))
     console.print(table)
+
+
+def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
+    """A line per run of layers with the same fate, then what concerns the whole model."""
+    for span, row in diagnosis.spans():
+        codecs = f"key {row.key}, value {row.value}" if row.status == "compressed" else row.reason
+        text = f"layer{'s' if '-' in span else ''} {span}: {row.kind}, {row.status}{': ' if codecs else ''}{codecs}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    for note in diagnosis.notes:
+        console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .errors import InputError, one_line
 from .gguf_cache import converted
@@ -39,20 +39,32 @@ def load(name: str, dtype: str, say: Callable[[str], None] = lambda line: None) 
 
     Raises `InputError` if there is no such model, or it can't be read or reached.
     """
+    place, weights, options = _locate(name, say)
+    return _from_folder(name, place, dtype, weights, **options)
+
+
+def load_config(name: str, say: Callable[[str], None] = lambda line: None) -> Any:
+    """The config of the model ``name``, without its weights. Raises `InputError` as `load` does."""
+    place, _, options = _locate(name, say)
+    try:
+        return AutoConfig.from_pretrained(place, trust_remote_code=False, **options)
+    except Exception as error:  # a damaged or foreign config is the user's to mend, whatever it raises
+        raise InputError(f"--model: {name}: its config can't be read: {one_line(error)}") from error
+
+
+def _locate(name: str, say: Callable[[str], None]) -> tuple[str, str, dict[str, Any]]:
+    """What transformers is to load, where the weights come from in words, and options for loading."""
     path = _alias_file(name) if name in ALIASES else Path(name).expanduser()
     if path.is_file():
-        folder = str(converted(_checked_gguf(name, path), say))
-        return _from_folder(name, folder, dtype, f"{path.name}, unpacked to float32")
+        return str(converted(_checked_gguf(name, path), say)), f"{path.name}, unpacked to float32", {}
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError(f"--model: {name}: the folder has no config.json; {_ALLOWED}")
-        return _from_folder(name, str(path), dtype, "a local folder")
+        return str(path), "a local folder", {}
     if _looks_like_path(name):
         raise InputError(f"--model: {name}: no such file or folder; {_ALLOWED}")
-    reachable = _hub_has(name)
-    if reachable:
-        say(f"Loading {name} from the hub")
-    return _from_folder(name, name, dtype, "the hub", local_files_only=not reachable)
+    say(f"Loading {name} from the hub")
+    return name, "the hub", {"local_files_only": not _hub_has(name)}
 
 
 def context_limit(model: Any) -> int | None:

@@ -41,7 +41,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
     """Inverse of :func:`pack`: uint8 ``[..., W]`` to uint8 codes ``[..., dim]``."""
     if bits == 3:
-        low, high = torch.split(packed, (packed_width(dim, 2), packed_width(dim, 1)), dim=-1)
+        low, high = torch.split(packed, [packed_width(dim, 2), packed_width(dim, 1)], dim=-1)
         return unpack(low, 2, dim) | unpack(high, 1, dim) << 2
     per = 8 // bits
     if per == 1:
