@@ -20,6 +20,11 @@ def layer_kinds(config: Any) -> list[str]:
     return list(get_layer_types_and_kwargs(decoder_config(config))[0])
 
 
+def caches_latents(config: Any) -> bool:
+    """Whether the model caches MLA's latent as "key" and its rotary key as "value" (DeepSeek-V2 and -V3 and kin)."""
+    return getattr(decoder_config(config), "kv_lora_rank", None) is not None
+
+
 def cache_hazard(config: Any) -> str | None:
     """Why a model will not keep the cache it is given, in one line; None where it does."""
     decoder = decoder_config(config)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import yaml
 from pydantic import (
     BaseModel,
@@ -27,35 +29,49 @@ from pydantic import (
 
 from .codecs import Codec, get_codec
 from .errors import CodecError, PolicyError, UnsupportedError
-from .geometry import COMPRESSED_KIND, layer_kinds
+from .geometry import COMPRESSED_KIND, caches_latents, layer_kinds
 from .selectors import Selector
 
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """The codecs of one layer's keys and values."""
+    """The codecs of one layer's keys and values.
+
+    On a model with multi-head latent attention, which caches a latent and a rotary key, ``key`` is for the latent and
+    ``value`` for the rotary key. A policy may call them ``latent`` and ``rotary`` (then ``latent`` is True); where it
+    does not, the rotary key is given 8 bits at least, since all heads share it.
+    """
 
     key: Codec
     value: Codec
+    latent: bool = False
 
     @classmethod
     def parse(cls, given: Any, block_tokens: int = 128) -> LayerPolicy:
         """Build from ``{"key": codec, "value": codec}`` as `get_codec` takes them, or check a built one."""
         if isinstance(given, LayerPolicy):
-            given = {"key": given.key.name, "value": given.value.name}
+            given = _plain_layer(given)
         if not isinstance(given, Mapping):
             raise ValueError(f": {given!r} is not a layer's policy; allowed: {{key: CODEC, value: CODEC}}")
-        if unknown := [name for name in given if name not in ("key", "value")]:
-            raise ValueError(f".{unknown[0]}: unknown setting; allowed: key, value")
+        latent = "latent" in given or "rotary" in given
+        names = ("latent", "rotary") if latent else ("key", "value")
+        if unknown := [name for name in given if name not in names]:
+            raise ValueError(f".{unknown[0]}: unknown setting; allowed: {names[0]}, {names[1]}")
         codecs = []
-        for role in ("key", "value"):
-            if role not in given:
-                raise ValueError(f".{role}: missing; a layer's policy names both key and value")
+        for name, role in zip(names, ("key", "value"), strict=True):
+            if name not in given:
+                raise ValueError(f".{name}: missing; a layer's policy names both {names[0]} and {names[1]}")
             try:
-                codecs.append(get_codec(given[role], role, block_tokens))
+                codecs.append(get_codec(given[name], role, block_tokens))
             except CodecError as error:
-                raise ValueError(f".{role}.{error}") from error
-        return cls(*codecs)
+                raise ValueError(f".{name}.{error}") from error
+        return cls(*codecs, latent)
+
+    def for_latents(self, block_tokens: int) -> LayerPolicy:
+        """The same for a layer that caches latents: see the class."""
+        if self.latent or self.value.lossless or _bits(self.value, block_tokens) >= 8:
+            return self
+        return replace(self, value=get_codec("int8", "value", block_tokens))
 
 
 def _parse_default(given: Any, info: ValidationInfo) -> LayerPolicy:
@@ -173,6 +189,7 @@ class PrecisionPolicy(BaseModel):
         has no layer to compress.
         """
         kinds = list(model) if isinstance(model, Sequence) else layer_kinds(model)
+        latents = not isinstance(model, Sequence) and caches_latents(model)
         compressed = [index for index, kind in enumerate(kinds) if kind == COMPRESSED_KIND]
         if not compressed:
             raise UnsupportedError(
@@ -198,6 +215,10 @@ class PrecisionPolicy(BaseModel):
         layers = []
         for index, kind in enumerate(kinds):
             policy = chosen[index][1] if index in chosen else self.default
+            if policy.latent and not latents:
+                raise PolicyError(f"{self.name}: names latent and rotary, but the model caches keys and values")
+            if latents:
+                policy = policy.for_latents(self.block_tokens)
             layers.append(ResolvedLayer(index, kind, policy if kind == COMPRESSED_KIND else None))
         return ResolvedPolicy(self, tuple(layers), tuple(idle))
 
@@ -264,7 +285,14 @@ def preset_names() -> list[str]:
 
 
 def _plain_layer(policy: LayerPolicy) -> dict[str, str]:
-    return {"key": policy.key.name, "value": policy.value.name}
+    names = ("latent", "rotary") if policy.latent else ("key", "value")
+    return dict(zip(names, (policy.key.name, policy.value.name), strict=True))
+
+
+def _bits(codec: Codec, block_tokens: int) -> float:
+    """Bits an element takes with a usual head size, parameters included."""
+    layout = codec.layout(1, block_tokens, 64, torch.float16)
+    return sum(8 * math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()) / (block_tokens * 64)
 
 
 def _count_kinds(kinds: Sequence[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import transformers as tf
 from torch import Tensor
@@ -23,16 +25,41 @@ COMMON = {
 }
 _WINDOWED = {"head_dim": 16, "sliding_window": 8}
 
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT = {
+    **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    **{"kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24},
+}
+
+
+def _config(kind: str, **settings: object) -> Callable[[], tf.PreTrainedConfig]:
+    return lambda: getattr(tf, f"{kind}Config")(**{**COMMON, **settings})
+
+
 FAMILIES = {
-    "llama": lambda: tf.LlamaConfig(**COMMON),
-    "qwen2": lambda: tf.Qwen2Config(**COMMON),
-    "qwen3": lambda: tf.Qwen3Config(**COMMON, head_dim=16),
-    "mistral": lambda: tf.MistralConfig(**COMMON, sliding_window=None),
-    "mixtral": lambda: tf.MixtralConfig(**COMMON, num_local_experts=2, num_experts_per_tok=1),
-    "gemma2": lambda: tf.Gemma2Config(**COMMON, **_WINDOWED),
-    "gemma3": lambda: tf.Gemma3TextConfig(
-        **COMMON, **_WINDOWED, layer_types=["sliding_attention", "full_attention"] * 2
+    "llama": _config("Llama"),
+    "qwen2": _config("Qwen2"),
+    "qwen3": _config("Qwen3", head_dim=16),
+    "qwen3_moe": _config("Qwen3Moe", head_dim=16, num_experts=4, **_EXPERTS),
+    "mistral": _config("Mistral", sliding_window=None),
+    "mixtral": _config("Mixtral", num_local_experts=2, num_experts_per_tok=1),
+    "gemma2": _config("Gemma2", **_WINDOWED),
+    "gemma3": _config("Gemma3Text", **_WINDOWED, layer_types=_ALTERNATING),
+    "gemma3n": _config(
+        "Gemma3nText",
+        **_WINDOWED,
+        num_hidden_layers=6,
+        intermediate_size=[96] * 6,
+        activation_sparsity_pattern=[0.0] * 6,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        altup_num_inputs=2,
     ),
+    "phi3": _config("Phi3"),
     "gpt2": lambda: tf.GPT2Config(
         vocab_size=VOCAB,
         n_embd=64,
@@ -44,6 +71,37 @@ FAMILIES = {
         eos_token_id=None,
     ),
     "gpt_neox": lambda: tf.GPTNeoXConfig(**{k: v for k, v in COMMON.items() if k != "num_key_value_heads"}),
+    "falcon": lambda: tf.FalconConfig(
+        **{k: v for k, v in COMMON.items() if k not in ("num_key_value_heads", "intermediate_size")},
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+    ),
+    "opt": lambda: tf.OPTConfig(
+        **{k: v for k, v in COMMON.items() if k not in ("num_key_value_heads", "intermediate_size")},
+        ffn_dim=96,
+        word_embed_proj_dim=64,
+    ),
+    "bloom": lambda: tf.BloomConfig(
+        vocab_size=VOCAB, hidden_size=64, n_layer=4, n_head=4, pad_token_id=0, bos_token_id=1, eos_token_id=None
+    ),
+    "stablelm": _config("StableLm"),
+    "cohere2": _config("Cohere2", **_WINDOWED, layer_types=_ALTERNATING),
+    "glm4": _config("Glm4", head_dim=16),
+    "olmo2": _config("Olmo2"),
+    "smollm3": _config("SmolLM3"),
+    "deepseek_v2": _config("DeepseekV2", num_key_value_heads=4, **_EXPERTS, **_LATENT),
+    "deepseek_v3": _config("DeepseekV3", num_key_value_heads=4, **_EXPERTS, **_LATENT),
+    "gpt_oss": _config("GptOss", **_WINDOWED, num_local_experts=4, num_experts_per_tok=2, layer_types=_ALTERNATING),
+    "qwen3_next": _config(
+        "Qwen3Next",
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        num_experts=4,
+        shared_expert_intermediate_size=32,
+        **_EXPERTS,
+    ),
 }
 
 

@@ -271,3 +271,21 @@ def test_a_share_of_depth_that_hits_no_compressed_layer_is_told():
     assert "0%-1% selects no layer of this model that is compressed" in resolved.describe()
     assert resolved.idle == ("0%-1%",)
     assert resolved.layers[2].policy.key.bits == 8
+
+
+def test_latents_are_named_so_and_the_rotary_key_keeps_eight_bits_by_default():
+    config = FAMILIES["deepseek_v3"]()
+    for chosen, value in (
+        (PrecisionPolicy.load("int4"), "int8/token/g64/none"),
+        (PrecisionPolicy.load("int8"), "int8/token/g64/none"),
+        (PrecisionPolicy.load("fp16"), "fp16"),
+        (policy(default={"latent": "int4", "rotary": "int4"}), "int4/token/g64/none"),
+    ):
+        assert {layer.policy.value.name for layer in chosen.resolve(config).layers} == {value}
+        assert PrecisionPolicy.from_yaml(chosen.to_yaml()) == chosen
+    with pytest.raises(PolicyError, match="names latent and rotary, but the model caches keys and values"):
+        policy(default={"latent": "int4", "rotary": "int8"}).resolve(FAMILIES["llama"]())
+    with pytest.raises(PolicyError, match="default.rotary: missing; a layer's policy names both latent and rotary"):
+        policy(default={"latent": "int4"})
+    with pytest.raises(PolicyError, match="default.key: unknown setting; allowed: latent, rotary"):
+        policy(default={"latent": "int4", "key": "int8"})
