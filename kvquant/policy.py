@@ -65,7 +65,8 @@ class LayerPolicy:
                 codecs.append(get_codec(given[name], role, block_tokens))
             except CodecError as error:
                 raise ValueError(f".{name}.{error}") from error
-        return cls(*codecs, latent)
+        key, value = codecs
+        return cls(key, value, latent)
 
     def for_latents(self, block_tokens: int) -> LayerPolicy:
         """The same for a layer that caches latents: see the class."""

@@ -28,8 +28,15 @@ _WINDOWED = {"head_dim": 16, "sliding_window": 8}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LATENT = {
-    **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    **{"kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24},
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
 }
 
 
@@ -96,8 +103,10 @@ FAMILIES = {
         "Qwen3Next",
         head_dim=16,
         layer_types=["linear_attention", "full_attention"] * 2,
-        **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
-        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
         num_experts=4,
         shared_expert_intermediate_size=32,
         **_EXPERTS,
