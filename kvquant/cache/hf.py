@@ -161,21 +161,30 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         plain = attention_mask is None or (mask is not None and bool(((mask != 0).int().diff(dim=1) >= 0).all()))
         self._calls.announce(new, input_ids if plain else None, mask, position_ids)
 
-    def repeats(self, input_ids: Tensor, position_ids: Tensor | None) -> bool:
+    def repeats(self, input_ids: Tensor, attention_mask: Any, position_ids: Any) -> bool:
         """Whether a call brings, at their own positions, just the tokens the cache holds, and one can be taken back.
 
-        ``input_ids`` ``[rows, columns]``, padding included. Equal tokens that go on at the next position are new.
+        ``input_ids`` ``[rows, columns]``, padding included. Equal tokens that go on at the next position are new;
+        where no positions are given, a mask that leaves no room for more tells.
         """
-        rows = self.rows.rows
-        if not rows or input_ids.shape != (len(rows), self.rows.width) or position_ids is None:
+        rows, width = self.rows.rows, self.rows.width
+        if not rows or input_ids.shape != (len(rows), width):
             return False
-        for index, (row, given) in enumerate(zip(rows, input_ids, strict=True)):
-            last = int(position_ids[index % len(position_ids), -1]) if position_ids.dim() == 2 else -1
-            if last not in (row.length - 1, self.rows.width - 1) or not row.ids:
+        if isinstance(position_ids, Tensor):
+            if position_ids.dim() != 2:
                 return False
-            if not torch.equal(torch.cat(row.ids), given[row.start :].to(row.ids[0].device)):
-                return False
-        return all(_can_crop(layer) for layer in self._foreign())
+            last = position_ids[:, -1].expand(len(rows)).tolist()
+            at_home = all(end in (row.length - 1, width - 1) for end, row in zip(last, rows, strict=True))
+        else:
+            at_home = isinstance(attention_mask, Tensor) and attention_mask.shape == (len(rows), width)
+        return (
+            at_home
+            and all(_can_crop(layer) for layer in self._foreign())
+            and all(
+                row.ids and torch.equal(torch.cat(row.ids), given[row.start :].to(row.ids[0].device))
+                for row, given in zip(rows, input_ids, strict=True)
+            )
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -62,7 +62,7 @@ def _announce(
     if not isinstance(cache, KVQuantCache):
         return None
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
-    repeated = isinstance(ids, Tensor) and cache.repeats(ids, given.get("position_ids"))
+    repeated = isinstance(ids, Tensor) and cache.repeats(ids, given.get("attention_mask"), given.get("position_ids"))
     if repeated:
         # `generate` feeds a prompt that is cached whole again from its start: there is nothing left to read, but
         # the last token must be, for its logits.

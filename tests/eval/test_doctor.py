@@ -95,7 +95,7 @@ def test_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["/no/such/model"], "no such file or folder"),
         (["MODEL", "--policy", "int5"], "'int5' is neither a file nor a preset"),
-        ([], "MODEL"),
+        ([], "Missing argument 'model'"),
     ],
 )
 def test_bad_input(
