@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -289,3 +291,25 @@ def test_registering_a_codec():
     finally:
         unregister_codec("mine")
     assert "mine" not in codec_names()
+
+
+@pytest.mark.parametrize(("bits", "gain"), [(2, 0.55), (3, 0.8)])
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_few_bits_take_the_range_of_least_squared_error(bits, gain, axis):
+    x = torch.randn(2, 2, 128, 64) + torch.randn(64)
+    codec = Affine(bits, axis)
+    error = (codec.decode(codec.encode(x), 64, torch.float32) - x).square().mean()
+    groups = x.unflatten(2, (2, 64)).transpose(3, 4) if axis == "channel" else x  # a group in the last dimension
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    top, middle = 2**bits - 1, (low + high) / 2
+    best = None
+    for below, above in itertools.product(torch.linspace(1, 0.3, 15).tolist(), repeat=2):
+        start, stop = middle + (low - middle) * below, middle + (high - middle) * above
+        step = (stop - start) / top
+        decoded = start + step * ((groups - start) / step).round().clamp(0, top)
+        candidate = (decoded - groups).square().mean(-1)
+        best = candidate if best is None else torch.minimum(best, candidate)
+        if below == above == 1:
+            whole_range = candidate.mean()
+    assert error <= 1.03 * best.mean()  # an exhaustive search over 225 ranges
+    assert error <= gain * whole_range

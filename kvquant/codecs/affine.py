@@ -32,7 +32,7 @@ MAX_GROUP = 4096
 DEFAULT_GROUP = 64
 FP16_MAX = 65504.0
 SHRINK = (1.0, 0.8, 0.6)  # shares of the half-ranges below and above the middle that the search tries
-REFINEMENTS = 2
+REFINEMENTS = 4
 
 
 @dataclass(frozen=True)
