@@ -52,7 +52,7 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     if options.out is not None:
         report.prepare(options.out)
     loaded = load(options.model, options.dtype, say)
-    maps = {policy.name: policy.resolve(loaded.model.config).describe() for policy in policies}
+    maps = {policy.name: policy.resolve(loaded.model).describe() for policy in policies}
     tokens = tokens_of(loaded, text, contexts)
     settings = Settings(
         tuple(contexts), options.protocol, options.chunk, options.score_tokens, options.dtype, options.seed

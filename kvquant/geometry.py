@@ -1,8 +1,11 @@
-"""What layers a model has, read from its config with transformers' own rules."""
+"""Where a model keeps its decoder and what layers that has, by transformers' own rules."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 COMPRESSED_KIND = "full_attention"
 """The layer kind whose keys and values grow with context and are compressed; all others pass through."""
@@ -11,6 +14,13 @@ COMPRESSED_KIND = "full_attention"
 def decoder_config(config: Any) -> Any:
     """The text decoder's part of a model's config: composite and multimodal configs wrap it."""
     return config.get_text_config(decoder=True)
+
+
+def decoder_module(model: nn.Module) -> nn.Module:
+    """The text decoder of a model, which takes the cache; the model itself where it is one."""
+    get_decoder: Any = getattr(model, "get_decoder", None)
+    decoder: nn.Module | None = get_decoder() if get_decoder else None
+    return model if decoder is None else decoder
 
 
 def layer_kinds(config: Any) -> list[str]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,10 +26,12 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from torch import nn
 
 from .codecs import Codec, get_codec
 from .errors import CodecError, PolicyError, UnsupportedError
 from .geometry import COMPRESSED_KIND, caches_latents, layer_kinds
+from .keybias import KeyBias, key_biases
 from .selectors import Selector
 
 
@@ -101,6 +103,8 @@ class PrecisionPolicy(BaseModel):
         block_tokens: tokens sealed and compressed together, a multiple of 8.
         sink_tokens: first tokens of a sequence kept as they are, beside their codes.
         recent_tokens: last tokens that always stay at model precision.
+        key_bias: ``remove`` takes the bias of a key projection, turned to each key's position, away before encoding
+            and gives it back after decoding, wherever the model has one (see `kvquant.keybias`).
         default: codecs of layers that no entry of ``layers`` names.
         layers: (selector, codecs) pairs, given as a mapping; see the module docstring.
 
@@ -114,6 +118,7 @@ class PrecisionPolicy(BaseModel):
     block_tokens: int = Field(default=128, ge=8, le=4096, multiple_of=8)
     sink_tokens: int = Field(default=4, ge=0)
     recent_tokens: int = Field(default=128, ge=0, le=1 << 20)
+    key_bias: Literal["remove", "keep"] = "remove"
     default: Annotated[LayerPolicy, PlainValidator(_parse_default)]
     layers: Annotated[tuple[tuple[Selector, LayerPolicy], ...], PlainValidator(_parse_layers)] = ()
 
@@ -184,13 +189,16 @@ class PrecisionPolicy(BaseModel):
         return hashlib.blake2b(json.dumps(plain).encode(), digest_size=16).hexdigest()
 
     def resolve(self, model: Any) -> ResolvedPolicy:
-        """The exact map for a model, given as its config or as a sequence of layer kinds.
+        """The exact map for a transformers model.
+
+        A config does as well, or a sequence of layer kinds, but neither holds key biases.
 
         Raises `PolicyError` where a selector does not fit the model's layers, `UnsupportedError` where the model
         has no layer to compress.
         """
-        kinds = list(model) if isinstance(model, Sequence) else layer_kinds(model)
-        latents = not isinstance(model, Sequence) and caches_latents(model)
+        config = getattr(model, "config", model)
+        kinds = list(config) if isinstance(config, Sequence) else layer_kinds(config)
+        latents = not isinstance(config, Sequence) and caches_latents(config)
         compressed = [index for index, kind in enumerate(kinds) if kind == COMPRESSED_KIND]
         if not compressed:
             raise UnsupportedError(
@@ -213,6 +221,9 @@ class PrecisionPolicy(BaseModel):
                     chosen[index] = (selector, policy)
             except ValueError as error:
                 raise PolicyError(f'policy {self.name!r}: layers["{selector.text}"]: {error}') from error
+        biases = {}
+        if self.key_bias == "remove" and isinstance(model, nn.Module):
+            biases = key_biases(model, compressed)
         layers = []
         for index, kind in enumerate(kinds):
             policy = chosen[index][1] if index in chosen else self.default
@@ -220,7 +231,10 @@ class PrecisionPolicy(BaseModel):
                 raise PolicyError(f"{self.name}: names latent and rotary, but the model caches keys and values")
             if latents:
                 policy = policy.for_latents(self.block_tokens)
-            layers.append(ResolvedLayer(index, kind, policy if kind == COMPRESSED_KIND else None))
+            if kind != COMPRESSED_KIND:
+                layers.append(ResolvedLayer(index, kind, None))
+            else:
+                layers.append(ResolvedLayer(index, kind, policy, None if policy.key.lossless else biases.get(index)))
         return ResolvedPolicy(self, tuple(layers), tuple(idle))
 
     def _plain(self) -> dict[str, Any]:
@@ -230,6 +244,7 @@ class PrecisionPolicy(BaseModel):
             "block_tokens": self.block_tokens,
             "sink_tokens": self.sink_tokens,
             "recent_tokens": self.recent_tokens,
+            "key_bias": self.key_bias,
             "default": _plain_layer(self.default),
             "layers": {selector.text: _plain_layer(policy) for selector, policy in self.layers},
         }
@@ -237,11 +252,21 @@ class PrecisionPolicy(BaseModel):
 
 @dataclass(frozen=True)
 class ResolvedLayer:
-    """One layer of a model: its kind, and its codecs, or None where the layer passes through untouched."""
+    """One layer of a model: its kind, and its codecs, or None where the layer passes through untouched.
+
+    ``key_bias`` is what is removed from its keys before they are encoded, if anything.
+    """
 
     index: int
     kind: str
     policy: LayerPolicy | None
+    key_bias: KeyBias | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        if self.policy is None:
+            return f"{self.kind}, not compressed"
+        bias = " less its bias" if self.key_bias else ""
+        return f"key {self.policy.key.name}{bias}, value {self.policy.value.name}"
 
 
 @dataclass(frozen=True)
@@ -262,15 +287,10 @@ class ResolvedPolicy:
         first = 0
         for last, layer in enumerate(self.layers):
             following = self.layers[last + 1] if last + 1 < len(self.layers) else None
-            if following and (following.kind, following.policy) == (layer.kind, layer.policy):
+            if str(following) == str(layer):
                 continue
             span = f"layer {first}" if first == last else f"layers {first}-{last}"
-            codecs = (
-                f"key {layer.policy.key.name}, value {layer.policy.value.name}"
-                if layer.policy
-                else f"{layer.kind}, not compressed"
-            )
-            lines.append(f"  {span}: {codecs}")
+            lines.append(f"  {span}: {layer}")
             first = last + 1
         lines += [f"  {text} selects no layer of this model that is compressed" for text in self.idle]
         return "\n".join(lines)

@@ -47,6 +47,7 @@ def _config(kind: str, **settings: object) -> Callable[[], tf.PreTrainedConfig]:
 FAMILIES = {
     "llama": _config("Llama"),
     "qwen2": _config("Qwen2"),
+    "qwen2_moe": _config("Qwen2Moe", num_experts=4, shared_expert_intermediate_size=32, **_EXPERTS),
     "qwen3": _config("Qwen3", head_dim=16),
     "qwen3_moe": _config("Qwen3Moe", head_dim=16, num_experts=4, **_EXPERTS),
     "mistral": _config("Mistral", sliding_window=None),
@@ -66,6 +67,7 @@ FAMILIES = {
         laurel_rank=4,
         altup_num_inputs=2,
     ),
+    "phi": _config("Phi"),
     "phi3": _config("Phi3"),
     "gpt2": lambda: tf.GPT2Config(
         vocab_size=VOCAB,
@@ -92,6 +94,7 @@ FAMILIES = {
         vocab_size=VOCAB, hidden_size=64, n_layer=4, n_head=4, pad_token_id=0, bos_token_id=1, eos_token_id=None
     ),
     "stablelm": _config("StableLm"),
+    "starcoder2": _config("Starcoder2", use_bias=True),
     "cohere2": _config("Cohere2", **_WINDOWED, layer_types=_ALTERNATING),
     "glm4": _config("Glm4", head_dim=16),
     "olmo2": _config("Olmo2"),

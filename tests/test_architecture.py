@@ -18,7 +18,7 @@ PACKAGE = ROOT / "kvquant"
 LAYERS = [
     ["errors"],
     ["blocks", "geometry", "keys", "selectors"],
-    ["codecs"],
+    ["codecs", "keybias"],
     ["policy", "arena"],
     ["cache"],
     ["testing"],

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ..errors import CacheStateError
 from .rows import Call, Row, Rows
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """What is known of the next call: where rows start, its ids and its positions."""
+
+    starts: list[int] | None = None
+    ids: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @dataclass
@@ -19,7 +29,7 @@ class Calls:
     """
 
     rows: Rows
-    _announced: tuple[list[int] | None, Tensor | None] = (None, None)
+    _announced: _Announced = _Announced()
     _current: Call | None = None
     _taken: set[int] = field(default_factory=set)
     _members: set[int] = field(default_factory=set)
@@ -28,18 +38,24 @@ class Calls:
         """Tell what the next call of ``new`` columns brings; any of the three may be unknown.
 
         Shapes: ``ids`` ``[rows, new]``, ``mask`` ``[rows, columns held + new]`` with 0 for padding, ``positions``
-        ``[rows or 1, new]``. Raises `CacheStateError` where they do not continue the rows.
+        ``[rows or 1, new]``. A mask that hides anything but left padding makes keys and values depend on more than
+        the ids, which are then forgotten. Raises `CacheStateError` where they do not continue the rows.
         """
-        starts = None if mask is None else self._starts(new, mask)
+        starts, plain = (None, True) if mask is None else self._read_mask(new, mask)
+        if positions is not None and positions.dim() != 2:
+            positions = None
         # Reading values off another device waits for it: worth it once per prompt, not once per token.
-        if positions is not None and positions.dim() == 2 and (new > 1 or positions.device.type == "cpu"):
+        if positions is not None and (new > 1 or positions.device.type == "cpu"):
             self._check_positions(starts, positions)
-        self._announced = (starts, ids)
+        self._announced = _Announced(starts, ids if plain else None, positions)
 
-    def take(self, layer: int, held: int, batch: int, new: int) -> Call:
-        """The call that ``layer``, holding ``held`` columns, is in; the first layer to ask opens it."""
+    def take(self, layer: int, held: int, batch: int, new: int, positions: Tensor | None = None) -> Call:
+        """The call that ``layer``, holding ``held`` columns, is in; the first layer to ask opens it.
+
+        ``positions`` ``[rows or 1, new]`` count if none were announced.
+        """
         if self._current is None or layer in self._taken:
-            self._open(batch, new)
+            self._open(batch, new, positions)
         call = self._current
         assert call is not None
         if (held, new) != (call.past, call.new):
@@ -60,42 +76,51 @@ class Calls:
 
     def fork(self, rows: Rows) -> Calls:
         """The same state over a copy of the rows."""
-        return Calls(rows, (None, None), self._current, set(self._taken), set(self._members))
+        return Calls(rows, _Announced(), self._current, set(self._taken), set(self._members))
 
     def forget(self) -> None:
         """Start anew."""
-        self._announced, self._current = (None, None), None
+        self._announced, self._current = _Announced(), None
         self._taken, self._members = set(), set()
 
-    def _open(self, batch: int, new: int) -> None:
+    def _open(self, batch: int, new: int, positions: Tensor | None) -> None:
         self.settle()
         self._members = self._taken
-        starts, ids = self._announced
-        rows = self.rows.rows
+        told, rows = self._announced, self.rows.rows
+        starts, ids = told.starts, told.ids
         if starts is None:
             starts = [row.start for row in rows] if rows else [self.rows.width] * batch
         if len(starts) != batch:
             raise CacheStateError(f"a batch of {batch} rows, but the cache holds {len(starts)} rows")
         if ids is not None and ids.shape != (batch, new):
             ids = None  # embeddings were expanded on the way (multimodal): ids do not describe these columns
-        self._current = self.rows.advance(starts, new, ids)
-        self._announced, self._taken = (None, None), set()
+        if told.positions is not None:
+            positions = told.positions
+        self._current = self.rows.advance(starts, new, ids, positions)
+        self._announced, self._taken = _Announced(), set()
 
-    def _starts(self, new: int, mask: Tensor) -> list[int]:
-        width = self.rows.width + new
+    def _read_mask(self, new: int, mask: Tensor) -> tuple[list[int] | None, bool]:
+        """Where rows start (None: where they did), and whether nothing but left padding is hidden.
+
+        Once all rows have begun, of a mask for one more token only the last column is read.
+        """
+        rows, width = self.rows.rows, self.rows.width + new
         if mask.dim() != 2 or mask.shape[1] != width:
             raise CacheStateError(
                 f"attention_mask of shape {tuple(mask.shape)}: the cache holds {self.rows.width} columns and the "
                 f"call adds {new}, so the mask must be [rows, {width}]"
             )
-        padding = (mask == 0).long().cumprod(dim=1).sum(dim=1).tolist()
-        for index, (row, start) in enumerate(zip(self.rows.rows, padding, strict=False)):
+        if new == 1 and len(mask) == len(rows) and all(row.length for row in rows):
+            return None, bool((mask[:, -1] != 0).all())
+        hidden = mask == 0
+        starts, counts = torch.stack((hidden.long().cumprod(dim=1).sum(dim=1), hidden.sum(dim=1))).tolist()
+        for index, (row, start) in enumerate(zip(rows, starts, strict=False)):
             if start != row.start if row.length else start < self.rows.width:
                 raise CacheStateError(
                     f"attention_mask row {index} begins with {start} padding columns, "
                     f"but the cache began that row after {row.start}"
                 )
-        return [int(start) for start in padding]
+        return starts, starts == counts
 
     def _check_positions(self, starts: list[int] | None, positions: Tensor) -> None:
         new = positions.shape[1]

@@ -63,7 +63,10 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append ``[rows, heads, new, dim]`` and return all columns, history decoded, new ones as given."""
-        call = self.calls.take(self.index, self.columns, key_states.shape[0], key_states.shape[2])
+        positions = (kwargs.get("kwargs") or {}).get("position_ids")  # the arguments of the model's attention
+        if not isinstance(positions, Tensor) or positions.dim() != 2:
+            positions = None
+        call = self.calls.take(self.index, self.columns, key_states.shape[0], key_states.shape[2], positions)
         keys, values = self.key.append(key_states, call), self.value.append(value_states, call)
         self.columns += call.new
         return keys, values
@@ -96,7 +99,7 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """
 
     def __init__(self, resolved: ResolvedPolicy, config: Any, tenant: str = "", adapter: str = "") -> None:
-        """Build from a policy resolved for ``config``; `for_model` is the usual way."""
+        """Build from a policy resolved for the model of ``config``; `for_model` is the usual way."""
         policy = resolved.policy
         self.resolved = resolved
         self.tenant, self.adapter = tenant, adapter
@@ -116,7 +119,7 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def for_model(
         cls, model: Any, policy: str | Path | PrecisionPolicy, *, tenant: str = "", adapter: str = ""
     ) -> Self:
-        """An empty cache for a transformers model (or its config).
+        """An empty cache for a transformers model, or for its config, which does not hold key biases to remove.
 
         ``policy`` is a preset's name, a YAML file or a `PrecisionPolicy`. ``tenant`` and ``adapter`` become part
         of content keys. Raises `PolicyError` or `UnsupportedError` in one line; warns (`KVQuantWarning`) of a model
@@ -129,7 +132,7 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
             policy = PrecisionPolicy.load(policy)
         if hazard := cache_hazard(config):
             warnings.warn(hazard, KVQuantWarning, stacklevel=2)
-        cache = cls(policy.resolve(config), config, tenant, adapter)
+        cache = cls(policy.resolve(model), config, tenant, adapter)
         if model is not config:
             cache._model = weakref.ref(model)
         return cache
@@ -158,8 +161,8 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
                 raise CacheStateError("begin() needs input_ids, or the number of new columns as new=")
             new = input_ids.shape[1]
         mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
-        plain = attention_mask is None or (mask is not None and bool(((mask != 0).int().diff(dim=1) >= 0).all()))
-        self._calls.announce(new, input_ids if plain else None, mask, position_ids)
+        ids = input_ids if attention_mask is None or mask is not None else None
+        self._calls.announce(new, ids, mask, position_ids)
 
     def repeats(self, input_ids: Tensor, attention_mask: Any, position_ids: Any) -> bool:
         """Whether a call brings, at their own positions, just the tokens the cache holds, and one can be taken back.
@@ -268,7 +271,7 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         raise UnsupportedError("a KVQuantCache cannot be pickled; copy.deepcopy(cache) copies it within the process")
 
     def block(self, layer: int, row: int, number: int) -> KVBlock:
-        """A copy of the ``number``-th sealed span of a row in one layer."""
+        """A copy of the ``number``-th sealed span of a row in one layer, its keys less a bias that is removed."""
         target = self.layers[layer]
         if not isinstance(target, KVQuantLayer):
             raise CacheStateError(f"layer {layer} is not compressed: {type(target).__name__}")
@@ -337,8 +340,8 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         policy = self.resolved.policy
         assert layer.policy is not None
         histories = [
-            History(codec, self.rows.pool, policy.block_tokens, policy.sink_tokens)
-            for codec in (layer.policy.key, layer.policy.value)
+            History(codec, self.rows.pool, policy.block_tokens, policy.sink_tokens, offset)
+            for codec, offset in ((layer.policy.key, layer.key_bias), (layer.policy.value, None))
         ]
         return KVQuantLayer(layer.index, self._calls, *histories)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 
 from ..errors import UnsupportedError
+from ..geometry import decoder_module
 from .hf import KVQuantCache
 
 CACHE_NAMES = ("cache", "past_key_values")  # the argument's name, and its name before transformers 5.24
@@ -47,9 +48,7 @@ def disable(model: nn.Module) -> None:
 def _decoder(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise UnsupportedError(f"{type(model).__name__} is not a transformers model")
-    get_decoder: Any = getattr(model, "get_decoder", None)
-    decoder = get_decoder() if get_decoder else None
-    return decoder if isinstance(decoder, nn.Module) else model
+    return decoder_module(model)
 
 
 def _announce(
@@ -70,7 +69,7 @@ def _announce(
         given |= {name: given[name][..., -1:] for name in ("input_ids", "position_ids") if given.get(name) is not None}
         ids = given["input_ids"]
     shaped = ids if isinstance(ids, Tensor) else embeds
-    if cache.model is not None and _decoder(cache.model) is not module:
+    if cache.model is not None and decoder_module(cache.model) is not module:
         ids = None  # another model's keys and values must not get this model's content keys
     if isinstance(shaped, Tensor):
         cache.begin(ids, given.get("attention_mask"), given.get("position_ids"), new=shaped.shape[1])

@@ -10,7 +10,7 @@ Nothing here knows transformers. Tails are never written in place, so rows may s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,13 @@ from ..arena import Arena, SlotPool
 from ..blocks import CompressedTensor
 from ..codecs import Codec, Fields
 from ..errors import CacheStateError
-from .rows import Call, Piece, Row, RowCall
+from .rows import Call, Row, RowCall
+
+Offset = Callable[[int, int, Tensor], Tensor]
+"""What is known beforehand at positions ``first ≤ p < stop``: ``(first, stop, like)`` to ``[heads, tokens, dim]``.
+
+``like`` gives dtype and device of the states.
+"""
 
 CHUNK_ELEMENTS = 1 << 20  # codecs work on at most about this many values at once, to stay in the CPU's caches
 
@@ -28,11 +34,14 @@ class History:
     """The keys, or the values, of one layer for all rows of a batch.
 
     Tensors that come in and go out are ``[rows, heads, columns, dim]``; heads, dim, dtype and device are those
-    of the first call.
+    of the first call. Of what goes into blocks ``offset`` is taken away, and given back when they are decoded.
     """
 
-    def __init__(self, codec: Codec, pool: SlotPool, block_tokens: int, sink_tokens: int) -> None:
+    def __init__(
+        self, codec: Codec, pool: SlotPool, block_tokens: int, sink_tokens: int, offset: Offset | None = None
+    ) -> None:
         self.codec = codec
+        self.offset = None if codec.lossless else offset
         self.block_tokens = block_tokens
         self.sink_tokens = 0 if codec.lossless else sink_tokens
         self.tails: list[Tensor] = []  # per row [heads, tokens, dim]
@@ -100,7 +109,7 @@ class History:
 
     def fork(self) -> History:
         """A copy that shares blocks and, until it grows, tails."""
-        twin = History(self.codec, self._pool, self.block_tokens, self.sink_tokens)
+        twin = History(self.codec, self._pool, self.block_tokens, self.sink_tokens, self.offset)
         twin.arena = self.arena
         twin.tails = [tail.clone() for tail in self.tails]
         return twin
@@ -145,22 +154,28 @@ class History:
             for index, row in enumerate(call.rows):
                 dense[index, :, : row.start] = 0
                 tokens = dense[index, :, row.start : call.past]
-                self._decode(row.history, tokens)
+                self._decode(row, tokens)
                 tokens[:, row.sealed :] = self.tails[index]
         dense[:, :, call.past :] = fresh
         self.decode_seconds += time.perf_counter() - started
         return dense
 
-    def _decode(self, pieces: Sequence[Piece], out: Tensor) -> None:
-        """Decode sealed tokens into ``out[heads, token, dim]``, by their number in the row."""
+    def _decode(self, row: RowCall, out: Tensor) -> None:
+        """Decode a row's sealed tokens into ``out[heads, token, dim]``, by their number in the row."""
         assert self.arena is not None
-        for piece in pieces:
+        for piece in row.history:
             first, offset = piece.first, piece.offset
             for fields in _chunks(self.arena.read(piece.run), out.shape[0] * self.block_tokens * out.shape[2]):
-                blocks = self.codec.decode(fields, out.shape[2], out.dtype).transpose(0, 1)  # [heads, n, tokens, dim]
+                dtype = out.dtype if self.offset is None else torch.float32
+                blocks = self.codec.decode(fields, out.shape[2], dtype).transpose(0, 1)  # [heads, n, tokens, dim]
                 count = min(piece.stop - first, blocks.shape[1] * self.block_tokens - offset)
                 target = out[:, first : first + count]
-                if count == blocks.shape[1] * self.block_tokens:
+                if self.offset is not None:
+                    tokens = blocks.flatten(1, 2)[:, offset : offset + count]
+                    limit = torch.finfo(out.dtype).max
+                    known = self.offset(row.origin + first, row.origin + first + count, out)
+                    target.copy_((tokens + known).clamp_(-limit, limit))
+                elif count == blocks.shape[1] * self.block_tokens:
                     torch.unflatten(target, 1, blocks.shape[1:3]).copy_(blocks)
                 else:
                     target.copy_(blocks.flatten(1, 2)[:, offset : offset + count])
@@ -195,14 +210,18 @@ class History:
         assert self.arena is not None
         for slot in row.slots:
             self.arena.raw.pop(slot, None)  # of a block that is gone
-        offset = row.sealed % self.block_tokens
-        if offset:
-            tokens = torch.cat((tokens[:, :1].expand(-1, offset, -1), tokens), dim=1)
+        sinks = max(0, self.sink_tokens - row.sealed)
+        if sinks:
+            self.arena.raw[row.slots[0]] = tokens[:, :sinks].clone()
+        if self.offset is not None:
+            first = row.origin + row.sealed
+            tokens = tokens.float() - self.offset(first, first + row.sealing, tokens)
+        place = row.sealed % self.block_tokens
+        if place:
+            tokens = torch.cat((tokens[:, :1].expand(-1, place, -1), tokens), dim=1)
         blocks = torch.unflatten(tokens, 1, (-1, self.block_tokens)).transpose(0, 1).contiguous()
-        if row.sealed < self.sink_tokens:
-            self.arena.raw[row.slots[0]] = blocks[0, :, offset : self.sink_tokens].clone()
-            if self.sink_tokens < self.block_tokens:
-                blocks[0, :, : self.sink_tokens] = blocks[0, :, self.sink_tokens, None]
+        if sinks and self.sink_tokens < self.block_tokens:
+            blocks[0, :, : self.sink_tokens] = blocks[0, :, self.sink_tokens, None]
         return blocks
 
 

@@ -39,9 +39,13 @@ class Piece:
 
 @dataclass
 class Row:
-    """One sequence. ``ends[i]`` is where the span in ``slots[i]`` ends; ``ids`` is None once some are unknown."""
+    """One sequence. ``ends[i]`` is where the span in ``slots[i]`` ends; ``ids`` is None once some are unknown.
+
+    ``origin`` is the position the model gave the first token: 0 but for callers whose positions count padding.
+    """
 
     start: int = 0
+    origin: int = 0
     length: int = 0
     slots: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
@@ -56,18 +60,19 @@ class Row:
     def fork(self) -> Row:
         """A copy that is a sequence of its own from here on."""
         ids = None if self.ids is None else list(self.ids)
-        return Row(self.start, self.length, list(self.slots), list(self.ends), ids)
+        return Row(self.start, self.origin, self.length, list(self.slots), list(self.ends), ids)
 
 
 @dataclass(frozen=True)
 class RowCall:
-    """What one forward call does to a row.
+    """What one forward call does to a row; ``start`` and ``origin`` are the row's.
 
     ``history`` are the blocks from before the call, ``sealed`` the tokens in them. ``fresh`` tokens arrive, the
     last columns of the call. After it, the first ``sealing`` tokens of the tail go into ``slots``.
     """
 
     start: int
+    origin: int
     history: tuple[Piece, ...]
     sealed: int
     tail: int
@@ -98,19 +103,25 @@ class Rows:
         self._pieces: dict[int, tuple[Piece, ...]] = {}  # by sequence, while its table stays as it is
         weakref.finalize(self, _give_back, pool, self.rows).atexit = False
 
-    def advance(self, starts: Sequence[int], new: int, ids: Tensor | None = None) -> Call:
+    def advance(
+        self, starts: Sequence[int], new: int, ids: Tensor | None = None, positions: Tensor | None = None
+    ) -> Call:
         """Add ``new`` columns to every row; row i's first token stands at column ``starts[i]`` or later.
 
-        ``ids`` are the call's token ids ``[rows, new]``, where known.
+        ``ids`` are the call's token ids ``[rows, new]``, ``positions`` theirs ``[rows or 1, new]``, where known.
         """
         if not self.rows:
             self.rows += [Row() for _ in starts]
         past = self.width
         self.width = past + new
+        # Reading values off another device waits for it: only while a row has yet to begin.
+        told = positions is not None and new > 0 and not all(row.length for row in self.rows)
+        last = positions[:, -1].tolist() if told and positions is not None else []
         calls = []
         for index, (row, start) in enumerate(zip(self.rows, starts, strict=True)):
             if not row.length:
                 row.start = start
+                row.origin = last[index % len(last)] - (self.width - 1 - start) if last else 0
             calls.append(self._advance_row(row, ids[index] if ids is not None else None))
         slots = [slot for call in calls for slot in call.slots]
         return Call(past, new, tuple(calls), tuple(self.pool.runs(slots)))
@@ -122,8 +133,8 @@ class Rows:
         if not 0 <= fresh <= self.width:
             raise CacheStateError(f"a row of {row.length} tokens cannot start at column {row.start}")
         row.length += fresh
-        if ids is None:
-            row.ids = None
+        if ids is None or row.origin:
+            row.ids = None  # keys at other positions than their ids alone would give must not get content keys
         elif row.ids is not None and fresh:
             row.ids.append(ids[len(ids) - fresh :].clone())
         stop = max(sealed, (row.length - self.recent_tokens) // block * block)
@@ -133,12 +144,13 @@ class Rows:
             row.slots += slots
             row.ends += ends
             self._pieces.pop(row.sequence, None)
-        return RowCall(row.start, history, sealed, tail, fresh, tuple(slots), stop - sealed)
+        return RowCall(row.start, row.origin, history, sealed, tail, fresh, tuple(slots), stop - sealed)
 
     def view(self) -> Call:
         """The rows as a call that adds nothing sees them."""
         calls = [
-            RowCall(row.start, self.history(row), row.sealed, row.length - row.sealed, 0, (), 0) for row in self.rows
+            RowCall(row.start, row.origin, self.history(row), row.sealed, row.length - row.sealed, 0, (), 0)
+            for row in self.rows
         ]
         return Call(self.width, 0, tuple(calls), ())
 

@@ -1,0 +1,150 @@
+"""The known part of a model's keys: the bias of its key projection, turned by RoPE to each key's position.
+
+Qwen2 has biases many times larger than what they are added to (norms of hundreds), and RoPE turns them as positions
+grow, so neither a block's mean nor, at low bits, a scale per channel catches them. The model knows both parts: what
+is subtracted before encoding and added back after decoding costs no bits. A bias that did not fit would cost
+precision, never correctness; still, each is compared with what the layer's own attention would cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .geometry import decoder_module
+
+MOVING = ("dynamic", "longrope")  # types of RoPE whose frequencies change with the length of the text
+PROBED = 8  # positions compared
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How a layer turns keys: the model's own embedding module and function.
+
+    ``partial`` where the attention hands the function only as many channels as there are angles.
+    """
+
+    rotary: nn.Module
+    apply: Callable[..., Any]
+    kind: dict[str, str]  # which of the module's embeddings, where it has one per layer kind
+    partial: bool
+
+    def angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines as the model computes them for states of the dtype and device of ``like``."""
+        cos, sin = self.rotary(like.new_empty(0), positions[None], **self.kind)
+        return cos, sin
+
+    def __call__(self, keys: Tensor, positions: Tensor, like: Tensor) -> Tensor:
+        """``keys`` ``[heads, tokens, dim]`` turned to ``positions`` ``[tokens]``."""
+        cos, sin = self.angles(positions, like)
+        width = cos.shape[-1] if self.partial else keys.shape[-1]
+        taken = keys[None, :, :, :width]
+        _, turned = self.apply(taken, taken, cos, sin)
+        return torch.cat((turned[0], keys[:, :, width:]), dim=-1)
+
+
+@dataclass(frozen=True)
+class KeyBias:
+    """One layer's key bias, float32 ``[heads, dim]``; ``turn`` is None where keys carry no position."""
+
+    bias: Tensor
+    turn: Turn | None
+
+    def __call__(self, first: int, stop: int, like: Tensor) -> Tensor:
+        """The bias in keys at positions ``first ≤ p < stop``: float32 ``[heads, stop − first, dim]``."""
+        keys = self.bias.to(like.device)[:, None].expand(-1, stop - first, -1)
+        return keys if self.turn is None else self.turn(keys, torch.arange(first, stop, device=like.device), like)
+
+
+def key_biases(model: nn.Module, layers: Container[int]) -> dict[int, KeyBias]:
+    """The key biases of those of ``layers`` that have one which can be removed.
+
+    Left out: biases that are zero or on the ``meta`` device, keys that are normalised after their projection, fused
+    projections, and RoPE whose frequencies change with the length of the text.
+    """
+    decoder: Any = decoder_module(model)
+    found: dict[int, KeyBias] = {}
+    for attention in decoder.modules():
+        index, bias = getattr(attention, "layer_idx", None), getattr(getattr(attention, "k_proj", None), "bias", None)
+        if (
+            isinstance(index, int)
+            and index in layers
+            and index not in found
+            and isinstance(bias, Tensor)
+            and not bias.is_meta
+            and bool(bias.any())
+        ):
+            for turn in _turns(decoder, attention, index):
+                if fitting := _fit(attention, bias.detach(), turn):
+                    found[index] = fitting
+                    break
+    return found
+
+
+def _turns(decoder: Any, attention: nn.Module, index: int) -> Iterator[Turn | None]:
+    """The ways in which a layer may turn its keys."""
+    rotary = getattr(attention, "rotary_emb", None) or getattr(decoder, "rotary_emb", None)
+    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if isinstance(rotary, nn.Module) and apply:
+        kind = {}
+        if "layer_type" in inspect.signature(rotary.forward).parameters:
+            kind = {"layer_type": decoder.config.layer_types[index]}
+        rope_type = getattr(rotary, "rope_type", "default")
+        if isinstance(rope_type, dict):
+            rope_type = rope_type[kind["layer_type"]]
+        if not any(moving in rope_type for moving in MOVING):
+            yield Turn(rotary, apply, kind, partial=False)
+            yield Turn(rotary, apply, kind, partial=True)
+    yield None
+
+
+def _fit(attention: Any, bias: Tensor, turn: Turn | None) -> KeyBias | None:
+    """The layer's `KeyBias` under ``turn``, if that is what its attention caches for states of zeros."""
+    positions = torch.arange(PROBED, device=bias.device)
+    try:
+        keys = _cached_keys(attention, bias, positions, turn)
+        fitting = KeyBias(bias.float().view(keys.shape[0], keys.shape[2]), turn)
+        expected = fitting(0, PROBED, bias)
+    except Exception:  # whatever it is that a foreign attention raises, this is not how it works
+        return None
+    # bfloat16 rounds twice on the way.
+    return fitting if torch.allclose(keys.float(), expected, rtol=0.02, atol=0.01 * bias.abs().max().item()) else None
+
+
+class _Caught(Exception):
+    """Ends a probe: carries the keys an attention layer wants to cache."""
+
+
+class _Net:
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise _Caught(keys)
+
+
+@torch.no_grad()
+def _cached_keys(attention: Any, bias: Tensor, positions: Tensor, turn: Turn | None) -> Tensor:
+    """The keys ``[heads, tokens, dim]`` an attention layer caches for states of zeros at ``positions``."""
+    offered: dict[str, Any] = {
+        "hidden_states": bias.new_zeros(1, len(positions), attention.k_proj.in_features),
+        "position_ids": positions[None],
+        "attention_mask": None,
+        "cache": _Net(),
+        "past_key_values": _Net(),
+    }
+    if turn is None:  # a layer that looks at this after all must not seem to leave keys as they are
+        halves = bias.new_full((1, len(positions), attention.head_dim), 0.5)
+        offered["position_embeddings"] = halves, halves
+    else:
+        offered["position_embeddings"] = turn.angles(positions, bias)
+    accepted = inspect.signature(attention.forward).parameters
+    try:
+        attention.forward(**{name: value for name, value in offered.items() if name in accepted})
+    except _Caught as caught:
+        keys: Tensor = caught.args[0]
+        return keys[0]
+    raise RuntimeError("the layer caches nothing")
