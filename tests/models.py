@@ -146,5 +146,5 @@ def feed(model: tf.PreTrainedModel, cache: Cache, ids: Tensor, *chunks: int, **k
 
 
 def generate(model: tf.PreTrainedModel, cache: Cache | None, ids: Tensor, new: int = 24, **kwargs: object) -> Tensor:
-    kwargs = {"do_sample": False, **kwargs}
-    return model.generate(ids, max_new_tokens=new, min_new_tokens=new, cache=cache, **kwargs)
+    kwargs = {"do_sample": False, "min_new_tokens": new, **kwargs}
+    return model.generate(ids, max_new_tokens=new, cache=cache, **kwargs)

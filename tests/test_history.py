@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import settings
@@ -33,12 +35,25 @@ class Sequence:
         self.start = start
         self.origin = origin
         self.tokens = torch.empty(HEADS, 0, DIM)
-        self.sealed: dict[int, torch.Tensor] = {}
+        self.sealed: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # without and with an offset
 
     def copy(self):
         twin = Sequence(self.start, self.origin)
         twin.tokens, twin.sealed = self.tokens, dict(self.sealed)
         return twin
+
+
+def encoded_once(codec, sequence, first, stop):
+    """Note what the tokens of a new span decode to: the codec over the true tokens of its block, sinks raw."""
+    begin = first // BLOCK * BLOCK
+    block = sequence.tokens[:, begin : begin + BLOCK].clone()
+    leader = max(first, SINKS) - begin  # the first token that is neither in an older span nor kept raw
+    if 0 < leader < BLOCK:
+        block[:, :leader] = block[:, leader, None]
+    decoded = codec.decode(codec.encode(block[None]), DIM, torch.float32)[0]
+    for position in range(first, stop):
+        token = sequence.tokens[:, position] if position < SINKS else decoded[:, position - begin]
+        sequence.sealed[position] = token.clone(), None
 
 
 class HistoryMachine(RuleBasedStateMachine):
@@ -153,9 +168,18 @@ class HistoryMachine(RuleBasedStateMachine):
         lossy = torch.cat([history.dense(view) for history in self.histories[1:]], dim=1)
         assert torch.equal(self.histories[0].dense(view), self.expected())
         for index, (row, sequence) in enumerate(zip(self.rows.rows, self.sequences, strict=True)):
+            for first, stop in pairwise([0, *row.ends]):
+                if first not in sequence.sealed:
+                    encoded_once(self.histories[1].codec, sequence, first, stop)
+                elif stop - 1 not in sequence.sealed:
+                    raise AssertionError(f"tokens {first}-{stop} are sealed as one, but were not at once")
             for position in range(row.sealed):
                 value = lossy[index, :, sequence.start + position]
-                assert torch.equal(sequence.sealed.setdefault(position, value.clone()), value)
+                plain, with_offset = value[:HEADS], value[HEADS:]
+                expected, kept = sequence.sealed[position]
+                assert torch.equal(plain, expected)
+                assert torch.equal(with_offset, kept if kept is not None else with_offset)
+                sequence.sealed[position] = expected, with_offset.clone()
 
     def expected(self):
         out = torch.zeros(len(self.sequences), HEADS, self.rows.width, DIM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,17 +43,16 @@ class Calls:
         the ids, which are then forgotten. Raises `CacheStateError` where they do not continue the rows.
         """
         starts, plain = (None, True) if mask is None else self._read_mask(new, mask)
-        if positions is not None and positions.dim() != 2:
-            positions = None
+        positions = _readable(positions)
         # Reading values off another device waits for it: worth it once per prompt, not once per token.
         if positions is not None and (new > 1 or positions.device.type == "cpu"):
             self._check_positions(starts, positions)
         self._announced = _Announced(starts, ids if plain else None, positions)
 
-    def take(self, layer: int, held: int, batch: int, new: int, positions: Tensor | None = None) -> Call:
+    def take(self, layer: int, held: int, batch: int, new: int, positions: Any = None) -> Call:
         """The call that ``layer``, holding ``held`` columns, is in; the first layer to ask opens it.
 
-        ``positions`` ``[rows or 1, new]`` count if none were announced.
+        ``positions``, what the model calls so, count if none were announced.
         """
         if self._current is None or layer in self._taken:
             self._open(batch, new, positions)
@@ -83,7 +83,7 @@ class Calls:
         self._announced, self._current = _Announced(), None
         self._taken, self._members = set(), set()
 
-    def _open(self, batch: int, new: int, positions: Tensor | None) -> None:
+    def _open(self, batch: int, new: int, positions: Any) -> None:
         self.settle()
         self._members = self._taken
         told, rows = self._announced, self.rows.rows
@@ -94,8 +94,7 @@ class Calls:
             raise CacheStateError(f"a batch of {batch} rows, but the cache holds {len(starts)} rows")
         if ids is not None and ids.shape != (batch, new):
             ids = None  # embeddings were expanded on the way (multimodal): ids do not describe these columns
-        if told.positions is not None:
-            positions = told.positions
+        positions = _readable(positions if told.positions is None else told.positions)
         self._current = self.rows.advance(starts, new, ids, positions)
         self._announced, self._taken = _Announced(), set()
 
@@ -110,6 +109,8 @@ class Calls:
                 f"attention_mask of shape {tuple(mask.shape)}: the cache holds {self.rows.width} columns and the "
                 f"call adds {new}, so the mask must be [rows, {width}]"
             )
+        if mask.is_meta:
+            return None, False
         if new == 1 and len(mask) == len(rows) and all(row.length for row in rows):
             return None, bool((mask[:, -1] != 0).all())
         hidden = mask == 0
@@ -137,3 +138,9 @@ class Calls:
                     f"position_ids of row {index} go on at {position}, but the cache holds {row.length} tokens of it; "
                     f"pass only tokens the cache has not seen (at least one)"
                 )
+
+
+def _readable(positions: Any) -> Tensor | None:
+    """Positions ``[rows or 1, new]`` with values, None for anything else (multimodal models have three of each)."""
+    usable = isinstance(positions, Tensor) and positions.dim() == 2 and not positions.is_meta
+    return positions if usable else None

@@ -26,7 +26,7 @@ from ..policy import PrecisionPolicy, ResolvedLayer, ResolvedPolicy
 from .calls import Calls
 from .layer import History
 from .rows import Rows
-from .stats import CacheStats, LayerStats
+from .stats import CacheStats, take_stats
 
 
 class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
@@ -64,8 +64,6 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append ``[rows, heads, new, dim]`` and return all columns, history decoded, new ones as given."""
         positions = (kwargs.get("kwargs") or {}).get("position_ids")  # the arguments of the model's attention
-        if not isinstance(positions, Tensor) or positions.dim() != 2:
-            positions = None
         call = self.calls.take(self.index, self.columns, key_states.shape[0], key_states.shape[2], positions)
         keys, values = self.key.append(key_states, call), self.value.append(value_states, call)
         self.columns += call.new
@@ -210,14 +208,13 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         if tokens_to_remove > 0:
             raise CacheStateError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative")
         self._calls.settle()
+        for layer in self._foreign():  # first, since a window that has moved on refuses
+            layer.crop(tokens_to_remove)
         self.rows.crop(-tokens_to_remove)
-        for layer in self.layers:
-            if isinstance(layer, KVQuantLayer):
-                layer.key.crop(self.rows.rows)
-                layer.value.crop(self.rows.rows)
-                layer.columns = min(layer.columns, self.rows.width)
-            else:
-                layer.crop(tokens_to_remove)
+        for layer in self._compressed():
+            layer.key.crop(self.rows.rows)
+            layer.value.crop(self.rows.rows)
+            layer.columns = min(layer.columns, self.rows.width)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row ``beam_idx[i]``: pointer work, no code moves."""
@@ -244,13 +241,12 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self._calls.forget()
         self._bytes.clear()
         self._peak = 0
-        for layer in self.layers:
-            if isinstance(layer, KVQuantLayer):
-                layer.key.clear()
-                layer.value.clear()
-                layer.columns = 0
-            else:
-                layer.reset()
+        for layer in self._compressed():
+            layer.key.clear()
+            layer.value.clear()
+            layer.columns = 0
+        for layer in self._foreign():
+            layer.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache of its own that shares sealed blocks by reference and copies the tails."""
@@ -307,34 +303,7 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def stats(self) -> CacheStats:
         """What the cache holds and has done; see `CacheStats`."""
-        layers, elements, other = [], 0, 0
-        encode = decode = 0.0
-        for resolved, layer in zip(self.resolved.layers, self.layers, strict=True):
-            if not isinstance(layer, KVQuantLayer):
-                other += _other_bytes(layer)
-                layers.append(LayerStats(resolved.index, resolved.kind, None, None, 0, 0))
-                continue
-            key, value = layer.key, layer.value
-            (key_blocks, key_raw), (value_blocks, value_raw) = key.nbytes(), value.nbytes()
-            names = key.codec.name, value.codec.name
-            layers.append(
-                LayerStats(resolved.index, resolved.kind, *names, key_blocks + value_blocks, key_raw + value_raw)
-            )
-            elements += key.token_elements + value.token_elements
-            encode += key.encode_seconds + value.encode_seconds
-            decode += key.decode_seconds + value.decode_seconds
-        tokens = tuple(row.length for row in self.rows.rows)
-        return CacheStats(
-            layers=tuple(layers),
-            tokens=tokens,
-            blocks=sum(len(row.slots) for row in self.rows.rows),
-            kv_bytes=sum(layer.kv_bytes for layer in layers),
-            kv_bytes_baseline=2 * elements * sum(tokens),
-            other_bytes=other,
-            peak_kv_bytes=self._peak,
-            encode_seconds=encode,
-            decode_seconds=decode,
-        )
+        return take_stats(self.resolved.layers, self.layers, self.rows.rows, self._peak)
 
     def _layer(self, layer: ResolvedLayer) -> KVQuantLayer:
         policy = self.resolved.policy
@@ -345,6 +314,9 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         ]
         return KVQuantLayer(layer.index, self._calls, *histories)
 
+    def _compressed(self) -> list[KVQuantLayer]:
+        return [layer for layer in self.layers if isinstance(layer, KVQuantLayer)]
+
     def _foreign(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, KVQuantLayer)]
 
@@ -353,10 +325,9 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         if not self.rows.rows:
             return
         self.rows.select(indices)
-        for layer in self.layers:
-            if isinstance(layer, KVQuantLayer):
-                layer.key.select(indices)
-                layer.value.select(indices)
+        for layer in self._compressed():
+            layer.key.select(indices)
+            layer.value.select(indices)
 
 
 def _indices(given: Tensor, rows: int) -> list[int]:
@@ -374,9 +345,3 @@ def _can_crop(layer: Any) -> bool:
     window = getattr(layer, "sliding_window", None)
     full = window is not None and layer.get_seq_length() >= window and not layer.record_past
     return bool(layer.is_croppable) and not full
-
-
-def _other_bytes(layer: Any) -> int:
-    """Bytes of the tensors of a layer that passes through, floats at 2 bytes each."""
-    tensors = [value for value in vars(layer).values() if isinstance(value, Tensor) and value.dim() > 1]
-    return sum(tensor.numel() * (2 if tensor.is_floating_point() else tensor.itemsize) for tensor in tensors)

@@ -1,8 +1,16 @@
-"""What a cache holds and has done, as plain data."""
+"""What a cache holds and has done, as plain data, and how it is counted."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..policy import ResolvedLayer
+from .layer import History
+from .rows import Row
 
 
 @dataclass(frozen=True)
@@ -76,3 +84,39 @@ class CacheStats:
             f'{prefix}_bytes{{layer="{layer.index}",kind="{layer.kind}"}} {layer.kv_bytes}' for layer in self.layers
         ]
         return "\n".join(lines) + "\n"
+
+
+def take_stats(resolved: Sequence[ResolvedLayer], layers: Sequence[Any], rows: Sequence[Row], peak: int) -> CacheStats:
+    """A snapshot of ``layers``: a `History` of keys and one of values where compressed, else any cache layer."""
+    taken, elements, other = [], 0, 0
+    encode = decode = 0.0
+    for told, layer in zip(resolved, layers, strict=True):
+        if told.policy is None:
+            other += _other_bytes(layer)
+            taken.append(LayerStats(told.index, told.kind, None, None, 0, 0))
+            continue
+        histories: tuple[History, History] = (layer.key, layer.value)
+        (key_blocks, key_raw), (value_blocks, value_raw) = (history.nbytes() for history in histories)
+        key, value = (history.codec.name for history in histories)
+        taken.append(LayerStats(told.index, told.kind, key, value, key_blocks + value_blocks, key_raw + value_raw))
+        elements += sum(history.token_elements for history in histories)
+        encode += sum(history.encode_seconds for history in histories)
+        decode += sum(history.decode_seconds for history in histories)
+    tokens = tuple(row.length for row in rows)
+    return CacheStats(
+        layers=tuple(taken),
+        tokens=tokens,
+        blocks=sum(len(row.slots) for row in rows),
+        kv_bytes=sum(layer.kv_bytes for layer in taken),
+        kv_bytes_baseline=2 * elements * sum(tokens),
+        other_bytes=other,
+        peak_kv_bytes=peak,
+        encode_seconds=encode,
+        decode_seconds=decode,
+    )
+
+
+def _other_bytes(layer: Any) -> int:
+    """Bytes of the tensors of a layer that passes through, floats at 2 bytes each."""
+    tensors = [value for value in vars(layer).values() if isinstance(value, Tensor) and value.dim() > 1]
+    return sum(tensor.numel() * (2 if tensor.is_floating_point() else tensor.itemsize) for tensor in tensors)

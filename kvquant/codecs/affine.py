@@ -126,17 +126,19 @@ class Affine:
         best = torch.full_like(low, torch.inf)
         zero, scale = low, (high - low) / top
         for below, above in itertools.product(SHRINK, SHRINK):
-            lowest, step = torch.lerp(middle, low, below), ((high - middle) * above + (middle - low) * below) / top
-            error = self._codes(x, lowest, step).mul_(step).add_(lowest).sub_(x).square_().sum(reduced, keepdim=True)
+            lowest, step = middle - (middle - low) * below, ((high - middle) * above + (middle - low) * below) / top
+            error = _sum(self._codes(x, lowest, step).mul_(step).add_(lowest).sub_(x).square_(), reduced)
             better = error < best
             best = torch.where(better, error, best)
             zero, scale = torch.where(better, lowest, zero), torch.where(better, step, scale)
-        mean = x.mean(reduced, keepdim=True)
+        count = x.shape[reduced]
+        mean = _sum(x, reduced) / count
         for _ in range(REFINEMENTS):
             codes = self._codes(x, zero, scale)
-            centre = codes.mean(reduced, keepdim=True)
-            spread = (codes - centre).square_().sum(reduced, keepdim=True)
-            slope = ((codes - centre) * (x - mean)).sum(reduced, keepdim=True) / spread
+            centre = _sum(codes, reduced) / count
+            codes.sub_(centre)
+            spread = _sum(codes.square(), reduced)
+            slope = _sum(codes * (x - mean), reduced) / spread
             scale = torch.where(spread > 0, slope, scale)
             zero = torch.where(spread > 0, mean - scale * centre, zero)
         return zero, zero + top * scale
@@ -148,10 +150,20 @@ class Affine:
         scale = -_round_down_fp16(-((high - zero) / top))
         # Per block, so that a block's parameters never depend on its neighbours.
         wide = torch.maximum(low.abs(), high.abs()).flatten(1).amax(dim=1) > FP16_MAX
-        if not wide.any():
+        if wide.is_meta or not wide.any():
             return zero.half(), scale.half()
         wide = wide.view(-1, *[1] * (low.dim() - 1))
         return torch.where(wide, low, zero), torch.where(wide, (high - low) / top, scale)
+
+
+def _sum(x: Tensor, dim: int) -> Tensor:
+    """Sum over ``dim``, kept, always in the same order: that of `torch.sum` depends on strides and batch."""
+    while (size := x.shape[dim]) > 1:
+        left, right, *odd = torch.split(x, size // 2, dim)
+        x = left + right
+        if odd:
+            x = torch.cat((x, odd[0]), dim)
+    return x
 
 
 def _round_down_fp16(x: Tensor) -> Tensor:

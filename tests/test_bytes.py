@@ -1,0 +1,115 @@
+"""What a cache takes: bytes measured from what is allocated, on whatever device each layer is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import dispatch_model
+
+from kvquant import KVQuantCache
+from tests.models import feed, prompt, stock, tiny
+
+
+@pytest.fixture
+def llama():
+    return tiny("llama")
+
+
+@pytest.mark.parametrize(("policy", "limit"), [("int8", 0.56), ("int4", 0.31), ("k8v4", 0.45), ("fp16", 1.02)])
+def test_measured_bytes_at_8k(policy, limit):
+    model = tiny("llama", head_dim=64, num_key_value_heads=1, max_position_embeddings=8192)
+    cache = KVQuantCache.for_model(model, policy)
+    feed(model, cache, prompt(8192), 2048)
+    stats = cache.stats()
+    assert stats.kv_bytes_baseline == 8192 * 2 * 64 * 4 * 2
+    assert stats.kv_ratio <= limit
+    assert stats.bits_per_element == 16 * stats.kv_ratio
+    by_hand = 0
+    for layer in cache.layers:
+        for history in (layer.key, layer.value):
+            lossless = history.codec.lossless
+            by_hand += sum(t.numel() * (2 if lossless else t.itemsize) for t in history.arena.storages())
+            by_hand += 2 * sum(t.numel() for t in [*history.tails, *history.arena.raw.values()])
+    assert stats.kv_bytes == by_hand
+
+
+def test_a_prompt_leaves_only_its_tail_dense(llama):
+    cache = KVQuantCache.for_model(llama, "int4")
+    feed(llama, cache, prompt(1000))
+    for layer in cache.layers:
+        for history in (layer.key, layer.value):
+            (tail,) = history.tails
+            assert tail.shape[1] == 1000 - 768
+            assert tail.untyped_storage().nbytes() == tail.numel() * tail.itemsize  # no view of the whole prompt
+
+
+def test_peak_is_one_decoded_layer_above_what_stays(llama):
+    cache = KVQuantCache.for_model(llama, "int4")
+    feed(llama, cache, prompt(1024), 128)
+    stats = cache.stats()
+    one_layer = stats.kv_bytes_baseline // 4
+    assert stats.kv_bytes + one_layer <= stats.peak_kv_bytes <= stats.kv_bytes + one_layer * 1.5
+    assert stats.peak_kv_bytes < stats.kv_bytes_baseline
+
+
+def test_stats_print_and_export(llama):
+    cache = KVQuantCache.for_model(llama, "int4")
+    assert cache.stats().kv_ratio == 0
+    feed(llama, cache, prompt(700))
+    stats = cache.stats()
+    assert str(stats).startswith("700 tokens in 1 rows, 4 sealed blocks")
+    metrics = dict(line.rsplit(" ", 1) for line in stats.prometheus().splitlines())
+    assert metrics["kvquant_cache_tokens"] == "700"
+    assert int(metrics['kvquant_cache_bytes{layer="3",kind="full_attention"}']) == stats.layers[3].kv_bytes
+    assert stats.encode_seconds > 0
+
+
+# --- devices ---
+
+
+POLICIES = ["fp16", "int8", "int4", "mixed-3bit", "int2-aggressive"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_state_follows_each_layers_device(policy):
+    model = tiny("llama")
+    cache = KVQuantCache.for_model(model, policy)
+    for step in (400, 1, 1):
+        for index, layer in enumerate(cache.layers):
+            device = ("cpu", "meta")[index % 2]
+            keys, values = (torch.randn(2, 2, step, 16).to(device) for _ in range(2))
+            read = cache.update(keys, values, index)
+            assert {tensor.device.type for tensor in read} == {device}
+            for history in (layer.key, layer.value):
+                held = [*history.tails, *history.arena.storages(), *history.arena.raw.values()]
+                assert {tensor.device.type for tensor in held} == {device}
+    assert cache.stats().blocks == 4
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.crop(-20)
+    assert [layer.keys.device.type for layer in cache.layers] == ["cpu", "meta"] * 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_without_memory_tells_the_bytes(policy, llama):
+    """On ``meta`` nothing is computed, but everything counted."""
+    bytes_by_device = []
+    for device in ("cpu", "meta"):
+        model = llama.to(device)
+        cache = KVQuantCache.for_model(model, policy)
+        feed(model, cache, prompt(700, rows=2).to(device), 300, attention_mask=None)
+        bytes_by_device.append(cache.stats().kv_bytes)
+    assert bytes_by_device[0] == bytes_by_device[1] > 0
+
+
+def test_layers_dispatched_by_a_device_map(tmp_path):
+    ids = prompt(300)
+    whole = tiny("llama")
+    expected = feed(whole, KVQuantCache.for_model(whole, "int4"), ids, 100)
+    places = {f"model.layers.{index}": "disk" if index % 2 else "cpu" for index in range(4)}
+    places |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    spread = dispatch_model(tiny("llama"), places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    assert spread.model.layers[1].self_attn.k_proj.weight.is_meta
+    assert torch.equal(feed(spread, KVQuantCache.for_model(spread, "int4"), ids, 100), expected)
+    assert torch.equal(
+        feed(spread, KVQuantCache.for_model(spread, "fp16"), ids, 100), feed(whole, stock(whole), ids, 100)
+    )
