@@ -9,7 +9,7 @@ import contextlib
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
 from importlib import metadata
@@ -19,6 +19,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+from kvquant import KVQuantError
 
 EXIT_OK, EXIT_ROWS, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -92,22 +94,15 @@ def ppl(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap intervals.")] = 0,
 ) -> int:
     """See `_PPL_HELP`."""
-    from kvquant import KVQuantError
-
     from .display import print_rows, progress
     from .ppl import Options, run
     from .report import to_json
 
-    console = Console(stderr=True)
     options = Options(
         model, policies, contexts, tuple(text or ()), protocol.value, chunk, score_tokens, dtype.value, out, seed
     )
-    say = partial(console.print, style="dim", markup=False, highlight=False, soft_wrap=True)
-    try:
-        with _only_our_output():
-            result = run(options, context.obj or ["ppl"], say, partial(progress, console))
-    except KVQuantError as error:
-        return _complain(str(error))
+    with _only_our_output() as (console, say):
+        result = run(options, context.obj or ["ppl"], say, partial(progress, console))
     if json:
         sys.stdout.write(to_json(result.document()))
     else:
@@ -138,23 +133,14 @@ def bench_prefill(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> int:
     """See `_PREFILL_HELP`."""
-    from kvquant import KVQuantError
-
     from .bench import PrefillOptions, run_prefill
     from .display import print_bench, progress
-    from .report import document, to_json
 
-    console = Console(stderr=True)
-    say = partial(console.print, style="dim", markup=False, highlight=False, soft_wrap=True)
     options = PrefillOptions(model, policies, contexts, chunk, repeats, dtype.value)
-    try:
-        with _only_our_output():
-            rows = run_prefill(options, say, partial(progress, console))
-    except KVQuantError as error:
-        return _complain(str(error))
+    with _only_our_output() as (console, say):
+        rows = run_prefill(options, say, partial(progress, console))
     if json:
-        command = shlex.join(["kvquant", *(context.obj or ["bench", "prefill"])])
-        sys.stdout.write(to_json(document(command, rows)))
+        _print_json(context, rows)
     else:
         print_bench(Console(), rows)
     return EXIT_OK
@@ -176,20 +162,13 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> int:
     """See `_DOCTOR_HELP`."""
-    from kvquant import KVQuantError
-
     from .display import print_diagnosis
     from .doctor import diagnose
-    from .report import document, to_json
 
-    say = partial(Console(stderr=True).print, style="dim", markup=False, highlight=False, soft_wrap=True)
-    try:
-        with _only_our_output():
-            diagnosis = diagnose(model, policy, say)
-    except KVQuantError as error:
-        return _complain(str(error))
+    with _only_our_output() as (_, say):
+        diagnosis = diagnose(model, policy, say)
     if json:
-        sys.stdout.write(to_json(document(shlex.join(["kvquant", *(context.obj or ["doctor"])]), diagnosis.rows)))
+        _print_json(context, diagnosis.rows)
         for note in diagnosis.notes:
             say(note)
     else:
@@ -197,9 +176,20 @@ def doctor(
     return EXIT_OK if diagnosis.served else EXIT_ROWS
 
 
+def _print_json(context: typer.Context, rows: Sequence[Any]) -> None:
+    """One JSON document of a command's rows on standard output."""
+    from .report import document, to_json
+
+    words = context.obj or context.command_path.split()[1:]
+    sys.stdout.write(to_json(document(shlex.join(["kvquant", *words]), rows)))
+
+
 @contextlib.contextmanager
-def _only_our_output() -> Iterator[None]:
-    """Keeps libraries' bars, logs and warnings off the terminal, and anything they print off standard output."""
+def _only_our_output() -> Iterator[tuple[Console, Callable[[str], None]]]:
+    """Where a command talks to its user: the console on standard error, and a function that prints a line there.
+
+    Meanwhile libraries' bars, logs and warnings are kept off the terminal, what they print off standard output.
+    """
     from huggingface_hub.utils.logging import set_verbosity_error
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils import logging
@@ -214,7 +204,8 @@ def _only_our_output() -> Iterator[None]:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("always", category=KVQuantWarning)
         warnings.showwarning = lambda message, *_: print(f"kvquant: warning: {message}", file=sys.stderr)
-        yield
+        console = Console(stderr=True)
+        yield console, partial(console.print, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -222,6 +213,8 @@ def run(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
     try:
         code = app(arguments, prog_name="kvquant", standalone_mode=False, obj=arguments)
+    except KVQuantError as error:
+        return _complain(str(error))
     except typer.Abort:
         code = EXIT_INTERRUPTED
     except Exception as error:

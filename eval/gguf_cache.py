@@ -54,9 +54,7 @@ def converted(gguf: Path, say: Callable[[str], None] = lambda line: None) -> Pat
                     _convert(gguf, folder)
     except OSError as error:
         place = error.filename or parent
-        raise InputError(
-            f"--model: {gguf.name}: converting it failed at {place}: {error.strerror or error}"
-        ) from error
+        raise InputError(f"model: {gguf.name}: converting it failed at {place}: {error.strerror or error}") from error
     return final
 
 
@@ -92,7 +90,7 @@ def _flush(file: Path) -> None:
 def _convert(gguf: Path, folder: Path) -> None:
     for module in ("gguf", "accelerate"):
         if find_spec(module) is None:
-            raise InputError(f"--model: reading {gguf.name} needs {module}: pip install {module}")
+            raise InputError(f"model: reading {gguf.name} needs {module}: pip install {module}")
     source, name = str(gguf.parent), gguf.name
     try:
         with redirect_stderr(io.StringIO()):  # a progress bar that can't be turned off
@@ -104,6 +102,6 @@ def _convert(gguf: Path, folder: Path) -> None:
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=name)
     except Exception as error:  # whatever transformers finds wrong with somebody's file
-        raise InputError(f"--model: {gguf.name}: transformers can't read it: {one_line(error)}") from error
+        raise InputError(f"model: {gguf.name}: transformers can't read it: {one_line(error)}") from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

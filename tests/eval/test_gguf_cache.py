@@ -192,11 +192,11 @@ def test_files_and_folders_that_do_not_serve_are_told_in_one_line(
 ) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(b"GGUF\x03\0\0\0 and then nothing of use")
-    with pytest.raises(InputError, match=r"^--model: a\.gguf: transformers can't read it: .+$"):
+    with pytest.raises(InputError, match=r"^model: a\.gguf: transformers can't read it: .+$"):
         converted(path)
     home.rename(tmp_path / "elsewhere")
     home.write_text("a file where the folder should be")
-    with pytest.raises(InputError, match=r"^--model: a\.gguf: converting it failed at .*cache"):
+    with pytest.raises(InputError, match=r"^model: a\.gguf: converting it failed at .*cache"):
         converted(path)
     monkeypatch.setattr(gguf_cache, "find_spec", lambda module: None)
     home.unlink()

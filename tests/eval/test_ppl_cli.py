@@ -129,7 +129,7 @@ WRONG = {
     "unknown policy": ({"--policies": "int5"}, [], "'int5' is neither a file nor a preset"),
     "policy with a blank": ({"--policies": "int4 x"}, [], "'int4 x'"),
     "missing text": ({"--text": "none.txt"}, [], "--text: none.txt: No such file"),
-    "missing model": ({"--model": "./none"}, [], "--model: ./none: no such file or folder"),
+    "missing model": ({"--model": "./none"}, [], "model: ./none: no such file or folder"),
     "stray word": ({}, ["extra"], "extra"),
 }
 

@@ -75,5 +75,5 @@ def test_hardly_any_text(text: str, bos: bool) -> None:
 def test_a_tokenizer_of_another_model_is_refused(llama: Any) -> None:
     check_vocabulary(Tokens(torch.tensor([96]), ""), llama)
     check_vocabulary(Tokens(torch.tensor([], dtype=torch.long), ""), llama)
-    with pytest.raises(InputError, match=r"--model: .* id 97, .* 0 to 96"):
+    with pytest.raises(InputError, match=r"model: .* id 97, .* 0 to 96"):
         check_vocabulary(Tokens(torch.tensor([3, 97]), ""), llama)
