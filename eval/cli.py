@@ -168,20 +168,18 @@ def doctor(
     with _only_our_output() as (_, say):
         diagnosis = diagnose(model, policy, say)
     if json:
-        _print_json(context, diagnosis.rows)
-        for note in diagnosis.notes:
-            say(note)
+        _print_json(context, diagnosis.rows, notes=diagnosis.notes)
     else:
         print_diagnosis(Console(), diagnosis)
     return EXIT_OK if diagnosis.served else EXIT_ROWS
 
 
-def _print_json(context: typer.Context, rows: Sequence[Any]) -> None:
-    """One JSON document of a command's rows on standard output."""
+def _print_json(context: typer.Context, rows: Sequence[Any], **more: Any) -> None:
+    """One JSON document of a command's rows, and of ``more`` beside them, on standard output."""
     from .report import document, to_json
 
     words = context.obj or context.command_path.split()[1:]
-    sys.stdout.write(to_json(document(shlex.join(["kvquant", *words]), rows)))
+    sys.stdout.write(to_json(document(shlex.join(["kvquant", *words]), rows) | more))
 
 
 @contextlib.contextmanager

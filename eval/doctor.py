@@ -8,11 +8,19 @@ from itertools import groupby
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+)
 
 import kvquant
-from kvquant.geometry import cache_hazard, layer_kinds
+from kvquant.geometry import cache_hazard, decoder_config, layer_kinds
 
+from .errors import InputError, one_line
 from .models import load_config
 
 _REASONS = {
@@ -54,7 +62,7 @@ class Diagnosis:
     @property
     def served(self) -> bool:
         """Whether the model can be given a compressed cache."""
-        return all(row.status != "refused" for row in self.rows)
+        return bool(self.rows) and all(row.status != "refused" for row in self.rows)
 
     def spans(self) -> list[tuple[str, LayerRow]]:
         """Neighbours with the same fate as one: ("0-7", a row of theirs)."""
@@ -73,32 +81,44 @@ def diagnose(model: str, policy: str, say: Callable[[str], None]) -> Diagnosis:
 
 
 def diagnose_config(config: Any, policy: Any) -> Diagnosis:
-    """`diagnose` for a config and a policy at hand. Raises `kvquant.PolicyError` if they do not fit."""
-    kinds = layer_kinds(config)
+    """`diagnose` for a config and a policy at hand.
+
+    Raises `kvquant.PolicyError` if they do not fit, `InputError` where transformers can build nothing from the config.
+    """
     try:
+        auto, given = _builder(config)
+        if auto is None:
+            return Diagnosis([], [f"{config.model_type} is none of transformers' models that write text"])
+        kinds = layer_kinds(config)
+        with torch.device("meta"):
+            model = auto.from_config(given)
+    except Exception as error:  # a config that makes no sense may fail anywhere
+        raise InputError(f"model: transformers can't build it: {one_line(error)}") from error
+    try:
+        kvquant.enable(model)
         resolved = policy.resolve(config)
-        _check_decoder(config)
     except kvquant.UnsupportedError as error:
-        rows = [LayerRow(index, kind, "refused", reason=_REASONS.get(kind, "")) for index, kind in enumerate(kinds)]
-        return Diagnosis(rows, [str(error)])
+        why = str(error)
+        rows = [LayerRow(layer, kind, "refused", reason=_REASONS.get(kind, why)) for layer, kind in enumerate(kinds)]
+        return Diagnosis(rows, [why])
+    hazard = cache_hazard(config)
     rows = []
     for layer in resolved.layers:
         if layer.policy is not None:
             codecs = layer.policy.key.name, layer.policy.value.name
-            rows.append(LayerRow(layer.index, layer.kind, "compressed", *codecs))
+            rows.append(LayerRow(layer.index, layer.kind, "compressed", *codecs, hazard or ""))
         else:
             reason = _REASONS.get(layer.kind, f"layers of kind {layer.kind} are left to transformers")
             rows.append(LayerRow(layer.index, layer.kind, "passed through", reason=reason))
-    hazard = cache_hazard(config)
     return Diagnosis(rows, [hazard] if hazard else [])
 
 
-def _check_decoder(config: Any) -> None:
-    """Build the model without weights and try the hook; `kvquant.UnsupportedError` if it takes no cache."""
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            model = auto.from_config(config)
-    except ValueError as error:  # a model that generates no text, or code of its own
-        raise kvquant.UnsupportedError(f"{config.model_type} is no model that generates text") from error
-    kvquant.enable(model)
+def _builder(config: Any) -> tuple[Any, Any]:
+    """transformers' class that builds the text model of a config, and what to give it; (None, …) if it has none."""
+    text = decoder_config(config)
+    choices = [
+        (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, config),
+        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, text),
+        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config),
+    ]
+    return next(((auto, given) for auto, known, given in choices if type(given) in known), (None, config))

@@ -12,9 +12,8 @@ class InputError(KVQuantError):
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an exception, led by its class if it isn't ours, at most `LONGEST_LINE` characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
+    """An exception's message as a line, led by its class if it isn't ours, at most `LONGEST_LINE` characters."""
+    text = " ".join(str(error).split())
     if not isinstance(error, KVQuantError):
         name = type(error).__name__
         text = f"{name}: {text}" if text else name

@@ -55,9 +55,9 @@ def load_config(name: str, say: Callable[[str], None] = lambda line: None) -> An
 def _locate(name: str, say: Callable[[str], None]) -> tuple[str, str, dict[str, Any]]:
     """What transformers is to load, where the weights come from in words, and options for loading."""
     path = _alias_file(name) if name in ALIASES else Path(name).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):  # False for a name too long, where the method of Path raises
         return str(converted(_checked_gguf(name, path), say)), f"{path.name}, unpacked to float32", {}
-    if path.is_dir():
+    if os.path.isdir(path):
         if not (path / "config.json").is_file():
             raise InputError(f"model: {name}: the folder has no config.json; {_ALLOWED}")
         return str(path), "a local folder", {}

@@ -9,6 +9,7 @@ memory, so a run of blocks is read in one call.
 from __future__ import annotations
 
 import bisect
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,9 +35,13 @@ class Run:
 
 
 class SlotPool:
-    """Allocates slots for all layers of a cache and counts who refers to them."""
+    """Allocates slots for all layers of a cache and counts who refers to them.
+
+    Copies of a cache share the pool and may be used in different threads; ``lock`` guards what they share.
+    """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self._starts: list[int] = []  # first slot of each slab, ascending
         self._size = 0
         self._free: list[int] = []  # ascending
@@ -45,29 +50,32 @@ class SlotPool:
 
     def allocate(self, count: int) -> list[int]:
         """``count`` slots with one reference each, ascending; adds a slab of just the right size if need be."""
-        self._settle()
-        missing = count - len(self._free)
-        if missing > 0:
-            size = max(missing, MIN_SLAB, self._size // 16)
-            self._starts.append(self._size)
-            self._free.extend(range(self._size, self._size + size))
-            self._size += size
-        slots, self._free = self._free[:count], self._free[count:]
-        self._references.update(dict.fromkeys(slots, 1))
-        return slots
+        with self.lock:
+            self._settle()
+            missing = count - len(self._free)
+            if missing > 0:
+                size = max(missing, MIN_SLAB, self._size // 16)
+                self._starts.append(self._size)
+                self._free.extend(range(self._size, self._size + size))
+                self._size += size
+            slots, self._free = self._free[:count], self._free[count:]
+            self._references.update(dict.fromkeys(slots, 1))
+            return slots
 
     def retain(self, slots: Sequence[int]) -> None:
         """Count one more reference to each of ``slots``."""
-        for slot in slots:
-            self._references[slot] += 1
+        with self.lock:
+            for slot in slots:
+                self._references[slot] += 1
 
     def release(self, slots: Sequence[int]) -> None:
         """Count one reference less; slots nobody refers to may be handed out again."""
-        for slot in slots:
-            self._references[slot] -= 1
-            if not self._references[slot]:
-                del self._references[slot]
-                bisect.insort(self._free, slot)
+        with self.lock:
+            for slot in slots:
+                self._references[slot] -= 1
+                if not self._references[slot]:
+                    del self._references[slot]
+                    bisect.insort(self._free, slot)
 
     def give_back(self, slots: list[int]) -> None:
         """Release ``slots`` at the next opportunity: for finalizers, which may run in the midst of anything."""
@@ -75,14 +83,16 @@ class SlotPool:
 
     def references(self, slot: int) -> int:
         """How many block tables refer to ``slot``."""
-        self._settle()
-        return self._references.get(slot, 0)
+        with self.lock:
+            self._settle()
+            return self._references.get(slot, 0)
 
     @property
     def live(self) -> int:
         """Slots somebody refers to."""
-        self._settle()
-        return len(self._references)
+        with self.lock:
+            self._settle()
+            return len(self._references)
 
     def _settle(self) -> None:
         while self._returned:
@@ -90,8 +100,9 @@ class SlotPool:
 
     def slab_size(self, slab: int) -> int:
         """Slots in slab number ``slab``."""
-        stop = self._starts[slab + 1] if slab + 1 < len(self._starts) else self._size
-        return stop - self._starts[slab]
+        with self.lock:
+            stop = self._starts[slab + 1] if slab + 1 < len(self._starts) else self._size
+            return stop - self._starts[slab]
 
     def slot(self, run: Run) -> int:
         """The first slot of a run."""
@@ -129,14 +140,15 @@ class Arena:
         A slab whose field cannot hold the dtype given (float16 parameters, float32 needed) is widened first.
         """
         done = 0
-        for run in runs:
-            slab = self._slab(run.slab)
-            for name, field in fields.items():
-                dtype = torch.promote_types(field.dtype, slab[name].dtype)
-                if dtype != slab[name].dtype:
-                    slab[name] = slab[name].to(dtype)
-                slab[name][run.first : run.stop].copy_(field[done : done + len(run)])
-            done += len(run)
+        with self._pool.lock:  # or what another thread writes may go to a slab that is being replaced
+            for run in runs:
+                slab = self._slab(run.slab)
+                for name, field in fields.items():
+                    dtype = torch.promote_types(field.dtype, slab[name].dtype)
+                    if dtype != slab[name].dtype:
+                        slab[name] = slab[name].to(dtype)
+                    slab[name][run.first : run.stop].copy_(field[done : done + len(run)])
+                done += len(run)
 
     def read(self, run: Run) -> Fields:
         """Views of the stored fields of a run."""

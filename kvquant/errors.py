@@ -14,6 +14,19 @@ Every message is one line: what was given, what is allowed, and where.
 
 from __future__ import annotations
 
+import reprlib
+
+_shown = reprlib.Repr()
+_shown.maxlevel, _shown.maxdict, _shown.maxlist, _shown.maxstring, _shown.maxother = 2, 3, 3, 80, 80
+
+
+def shown(given: object) -> str:
+    """``repr`` of what a user gave, never longer than a line can take."""
+    try:
+        return _shown.repr(given)
+    except ValueError:  # an integer of thousands of digits
+        return f"<{type(given).__name__}>"
+
 
 class KVQuantError(Exception):
     """Base of every error kvquant raises on purpose."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,17 +11,26 @@ if TYPE_CHECKING:
 COMPRESSED_KIND = "full_attention"
 """The layer kind whose keys and values grow with context and are compressed; all others pass through."""
 
+CACHE_NAMES = ("cache", "past_key_values")
+"""What models call their cache argument, and called it before transformers 5.24."""
+
 
 def decoder_config(config: Any) -> Any:
     """The text decoder's part of a model's config: composite and multimodal configs wrap it."""
     return config.get_text_config(decoder=True)
 
 
+def takes_cache(module: Any) -> bool:
+    """Whether a module's forward has an argument for the cache."""
+    return any(name in inspect.signature(module.forward).parameters for name in CACHE_NAMES)
+
+
 def decoder_module(model: nn.Module) -> nn.Module:
-    """The text decoder of a model, which takes the cache; the model itself where it is one."""
+    """The text decoder of a model, which takes the cache; the model itself where there is none inside."""
     get_decoder: Any = getattr(model, "get_decoder", None)
-    decoder: nn.Module | None = get_decoder() if get_decoder else None
-    return model if decoder is None else decoder
+    # What a model calls its decoder may be its output layer.
+    inside = [get_decoder() if get_decoder else None, getattr(model, "base_model", None)]
+    return next((part for part in inside if part is not None and takes_cache(part)), model)
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -32,7 +42,8 @@ def layer_kinds(config: Any) -> list[str]:
 
 def caches_latents(config: Any) -> bool:
     """Whether the model caches MLA's latent as "key" and its rotary key as "value" (DeepSeek-V2 and -V3 and kin)."""
-    return getattr(decoder_config(config), "kv_lora_rank", None) is not None
+    decoder = decoder_config(config)
+    return all(getattr(decoder, name, None) is not None for name in ("kv_lora_rank", "qk_rope_head_dim"))
 
 
 def cache_hazard(config: Any) -> str | None:

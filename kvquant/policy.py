@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -29,7 +30,7 @@ from pydantic import (
 from torch import nn
 
 from .codecs import Codec, get_codec
-from .errors import CodecError, PolicyError, UnsupportedError
+from .errors import CodecError, PolicyError, UnsupportedError, shown
 from .geometry import COMPRESSED_KIND, caches_latents, layer_kinds
 from .keybias import KeyBias, key_biases
 from .selectors import Selector
@@ -54,7 +55,7 @@ class LayerPolicy:
         if isinstance(given, LayerPolicy):
             given = _plain_layer(given)
         if not isinstance(given, Mapping):
-            raise ValueError(f": {given!r} is not a layer's policy; allowed: {{key: CODEC, value: CODEC}}")
+            raise ValueError(f": {shown(given)} is not a layer's policy; allowed: {{key: CODEC, value: CODEC}}")
         latent = "latent" in given or "rotary" in given
         names = ("latent", "rotary") if latent else ("key", "value")
         if unknown := [name for name in given if name not in names]:
@@ -83,7 +84,7 @@ def _parse_default(given: Any, info: ValidationInfo) -> LayerPolicy:
 
 def _parse_layers(given: Any, info: ValidationInfo) -> tuple[tuple[Selector, LayerPolicy], ...]:
     if not isinstance(given, Mapping | tuple):
-        raise ValueError(f": {given!r} is not a mapping of layer selectors to policies")
+        raise ValueError(f": {shown(given)} is not a mapping of layer selectors to policies")
     parsed: dict[Selector, LayerPolicy] = {}
     for text, entry in given.items() if isinstance(given, Mapping) else given:
         try:
@@ -132,7 +133,7 @@ class PrecisionPolicy(BaseModel):
     @classmethod
     def _name_prints(cls, name: str) -> str:
         if not name.isprintable() or name != name.strip():
-            raise ValueError(f"{name!r}; allowed: printable characters, none blank at either end")
+            raise ValueError(f"{shown(name)}; allowed: printable characters, none blank at either end")
         return name
 
     @field_validator("sink_tokens")
@@ -149,8 +150,8 @@ class PrecisionPolicy(BaseModel):
         if text in preset_names():
             return cls.from_yaml(resources.files("kvquant.presets").joinpath(f"{text}.yaml").read_text(), text)
         path = Path(text)
-        if not path.is_file():
-            raise PolicyError(f"policy {text!r} is neither a file nor a preset ({', '.join(preset_names())})")
+        if not os.path.isfile(path):  # whatever its name: one too long is no file either
+            raise PolicyError(f"policy {shown(text)} is neither a file nor a preset ({', '.join(preset_names())})")
         try:
             return cls.from_yaml(path.read_text(encoding="utf-8"), text)
         except (OSError, UnicodeDecodeError) as error:
@@ -170,9 +171,9 @@ class PrecisionPolicy(BaseModel):
         if "version" not in settings:
             raise PolicyError(f"{source}: version: missing; this release reads version 1")
         if isinstance(settings["version"], bool | float):
-            raise PolicyError(f"{source}: version: Input should be 1, not {settings['version']!r}")
+            raise PolicyError(f"{source}: version: Input should be 1, not {shown(settings['version'])}")
         if not all(isinstance(name, str) for name in settings):
-            raise PolicyError(f"{source}: setting names must be text, not {[*settings]!r}")
+            raise PolicyError(f"{source}: setting names must be text, not {shown([*settings])}")
         try:
             return cls(**settings)
         except PolicyError as error:
@@ -217,10 +218,10 @@ class PrecisionPolicy(BaseModel):
                     idle.append(selector.text)
                 for index in indices:
                     if index in chosen:
-                        raise ValueError(f"layer {index} is selected by {chosen[index][0].text!r} as well")
+                        raise ValueError(f"layer {index} is selected by {shown(chosen[index][0].text)} as well")
                     chosen[index] = (selector, policy)
             except ValueError as error:
-                raise PolicyError(f'policy {self.name!r}: layers["{selector.text}"]: {error}') from error
+                raise PolicyError(f'policy {shown(self.name)}: layers["{selector.text}"]: {error}') from error
         biases = {}
         if self.key_bias == "remove" and isinstance(model, nn.Module):
             biases = key_biases(model, compressed)
@@ -332,7 +333,7 @@ def _one_line(error: ValidationError) -> str:
     if first["type"] == "value_error":
         # Our own validators begin with the rest of the place, if there is one.
         return f"{place}{message}" if message.startswith((".", ":", "[")) else f"{place}: {message}"
-    return f"{place}: {message}, not {first['input']!r}"
+    return f"{place}: {message}, not {shown(first['input'])}"
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -341,12 +342,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 raise yaml.constructor.ConstructorError(None, None, "a key is not text", key_node.start_mark)
             if str(key) in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{str(key)!r} is given twice", key_node.start_mark
+                    None, None, f"{shown(str(key))} is given twice", key_node.start_mark
                 )
             seen.add(str(key))
         return super().construct_mapping(node, deep)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from .errors import shown
+
 _INDEX = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%-(\d{1,3}(?:\.\d{1,6})?)%", re.ASCII)
 _HELP = "allowed: an index (3), a range (0-7), a share of depth (25%-60%), or a list of these (0,5,9-11)"
@@ -40,13 +42,13 @@ class Selector:
         if isinstance(given, Selector):
             return given
         if isinstance(given, bool) or not isinstance(given, int | str):
-            raise ValueError(f"{given!r} is not a layer selector; {_HELP}")
+            raise ValueError(f"{shown(given)} is not a layer selector; {_HELP}")
         text = "".join(str(given).split())
         spans: list[_Span] = []
         for part in text.split(","):
             span = _parse_span(part)
             if any(_overlap(span, other) for other in spans):
-                raise ValueError(f"{part!r} selects layers that {text!r} has selected already")
+                raise ValueError(f"{shown(part)} selects layers that {shown(text)} has selected already")
             spans.append(span)
         return cls(text, tuple(spans))
 
@@ -68,7 +70,7 @@ class Selector:
         """`ValueError` where another selector takes the same layers of every model."""
         for other in others:
             if any(_overlap(mine, theirs) for mine in self.spans for theirs in other.spans):
-                raise ValueError(f"overlaps with {other.text!r}; each layer may be selected once")
+                raise ValueError(f"overlaps with {shown(other.text)}; each layer may be selected once")
 
 
 def _parse_span(part: str) -> _Span:
@@ -79,11 +81,11 @@ def _parse_span(part: str) -> _Span:
     elif match := _PERCENT.fullmatch(part):
         span = _Span(Fraction(match[1]), Fraction(match[2]), percent=True)
         if span.stop > 100:
-            raise ValueError(f"{part!r} goes beyond 100%")
+            raise ValueError(f"{shown(part)} goes beyond 100%")
     else:
-        raise ValueError(f"{part!r} is not a layer selector; {_HELP}")
+        raise ValueError(f"{shown(part)} is not a layer selector; {_HELP}")
     if span.first >= span.stop:
-        raise ValueError(f"{part!r} selects nothing: its start must come before its end")
+        raise ValueError(f"{shown(part)} selects nothing: its start must come before its end")
     return span
 
 

@@ -76,6 +76,7 @@ class CodecContract:
                 assert decoded.shape == x.shape
                 assert decoded.dtype == dtype
                 assert decoded.isfinite().all()
+                assert self.codec.lossless or sqnr_db(decoded, x) >= self.sqnr_floor - 2  # bfloat16 rounds once more
 
     def test_layout_is_what_encode_returns(self) -> None:
         """`layout` tells the truth."""

@@ -396,9 +396,9 @@ def test_what_cannot_be_done_says_so(llama):
     with pytest.raises(CacheStateError, match="layer 7: the cache was built for a model of 4 layers"):
         cache.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 7)
     for bad in (torch.tensor([True]), torch.tensor([[0, 1]]), torch.tensor([0.0, 1.0])):
-        with pytest.raises(CacheStateError, match="rows selected by .*; allowed: integers .n., or a mask .2."):
+        with pytest.raises(CacheStateError, match="rows tensor.* selected from a cache of 2 rows"):
             cache.batch_select_indices(bad)
-        with pytest.raises(CacheStateError, match="rows selected by"):
+        with pytest.raises(CacheStateError, match="rows tensor.* selected from a cache of 2 rows"):
             cache.reorder_cache(bad)
     assert cache.stats().tokens == (20, 20)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvquant.codecs import Affine, BitsAndBytes, Raw, codec_names, get_codec, register_codec, unregister_codec
+from kvquant.codecs.bnb import GROUPS
 from kvquant.codecs.packing import pack, packed_width, unpack
 from kvquant.codecs.rotation import hadamard, segments, unrotate
 from kvquant.errors import CodecError
@@ -327,3 +329,41 @@ def test_a_fitted_range_does_not_depend_on_the_batch(bits, rotate, axis):
         for index in range(len(x)):
             alone = codec.encode(x[index : index + 1])
             assert_same_fields({name: field[index : index + 1] for name, field in together.items()}, alone)
+
+
+@pytest.mark.parametrize(("format", "group"), [(name, group) for name, groups in GROUPS.items() for group in groups])
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_bitsandbytes_groups_run_on_over_any_head_size(format, group, axis):
+    """Head sizes that are no multiple of the group: each keeps the error it has where they are."""
+    codec = get_codec({"codec": format, "axis": axis, "group": group}, block_tokens=256)
+    limit = {"nf4": 0.11, "fp4": 0.15, "dynamic8": 0.015}[format]
+    for dim in (1, 15, 16, 48, 64, 80, 96, 112, 127, 160):
+        x = torch.randn(3, 2, 256, dim, generator=torch.Generator().manual_seed(dim))
+        decoded = codec.decode(codec.encode(x), dim, x.dtype)
+        assert relative_rms(decoded, x) < limit, dim
+        alone = codec.decode(codec.encode(x[1:2]), dim, x.dtype)
+        assert torch.equal(alone, decoded[1:2]), dim
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4", "dynamic8", "int4", "int3"])
+def test_float16_near_its_limit_stays_finite_in_every_codec(name):
+    codec = get_codec({"codec": name, "axis": "token", "rotate": "hadamard"})
+    x = (torch.randn(1, 2, 128, 64) + 6.4e4).clamp(max=65504).half()
+    assert codec.decode(codec.encode(x), 64, torch.float16).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "block_tokens", "complaint"),
+    [
+        ({"codec": "nf4", "group": 64.0}, 128, "group: 64.0; allowed: 32, 64, 128"),
+        ({"codec": "dynamic8", "group": True}, 128, "group: True; allowed"),
+        ("int4/token/g\u00b2/none", 128, "is not a codec"),
+        ("int4/token/g" + "9" * 5000 + "/none", 128, "is not a codec"),
+        ("int4", 0, "block_tokens: 0; allowed: a positive integer"),
+        ("int4", 64.0, "block_tokens: 64.0; allowed"),
+    ],
+)
+def test_what_only_looks_like_a_number_is_refused(spec, block_tokens, complaint):
+    with pytest.raises(CodecError, match=re.escape(complaint)) as caught:
+        get_codec(spec, "key", block_tokens)
+    assert len(str(caught.value)) < 300

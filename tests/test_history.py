@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvquant.arena import SlotPool
+from kvquant.arena import Arena, SlotPool
 from kvquant.cache.calls import Calls
 from kvquant.cache.layer import History
 from kvquant.cache.rows import Rows
@@ -96,7 +98,7 @@ class HistoryMachine(RuleBasedStateMachine):
             given = fresh
             if history.offset:
                 given = fresh + self.offsets(past, past + count)
-            dense = history.append(given, self.calls.take(layer, past, batch, count))
+            dense = history.append(given, self.calls.take(layer, batch, count))
             assert torch.equal(dense[:, :, past:], given)  # attended at model precision in its own call
             self.check_dense(history, dense[:, :, :past])
         for index, sequence in enumerate(self.sequences):
@@ -128,7 +130,7 @@ class HistoryMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 60))
     def crop(self, count):
-        self.rows.crop(count)
+        self.calls.crop(count)
         for history in self.histories:
             history.crop(self.rows.rows)
         for sequence in self.sequences:
@@ -222,10 +224,10 @@ def test_blocks_start_at_the_first_real_token(parts):
     x = torch.randn(1, HEADS, 40, DIM)
     calls.announce(45, None, torch.tensor([[0] * 5 + [1] * 40]), None)
     padded = torch.cat((torch.full((1, HEADS, 5, DIM), 1e9), x), dim=2)
-    history.append(padded, calls.take(0, 0, 1, 45))
+    history.append(padded, calls.take(0, 1, 45))
     alone_rows = Rows(SlotPool(), BLOCK, RECENT)
     alone = History(history.codec, alone_rows.pool, BLOCK, SINKS)
-    alone.append(x, Calls(alone_rows).take(0, 0, 1, 40))
+    alone.append(x, Calls(alone_rows).take(0, 1, 40))
     assert rows.rows[0].ends == alone_rows.rows[0].ends == [8, 16, 24, 32]
     assert torch.equal(history.dense(rows.view())[:, :, 5:], alone.dense(alone_rows.view()))
 
@@ -234,7 +236,7 @@ def test_sinks_do_not_widen_the_range_of_the_codes(parts):
     rows, calls, history = parts
     x = torch.randn(1, HEADS, 20, DIM)
     x[:, :, :SINKS] = 1000.0
-    history.append(x, calls.take(0, 0, 1, 20))
+    history.append(x, calls.take(0, 1, 20))
     decoded = history.dense(rows.view())
     assert torch.equal(decoded[:, :, :SINKS], x[:, :, :SINKS])
     assert (decoded - x).abs().max() < 0.05
@@ -245,37 +247,37 @@ def test_a_pass_that_stops_between_layers_is_found(parts):
     other = History(history.codec, rows.pool, BLOCK, SINKS)
     x = torch.randn(1, HEADS, 4, DIM)
     for layer, part in enumerate((history, other)):
-        part.append(x, calls.take(layer, 0, 1, 4))
-    history.append(x, calls.take(0, 4, 1, 4))  # … and the pass dies before layer 1
+        part.append(x, calls.take(layer, 1, 4))
+    history.append(x, calls.take(0, 1, 4))  # … and the pass dies before layer 1
     with pytest.raises(CacheStateError, match="stopped after 1 of 2 layers"):
-        calls.take(0, 8, 1, 4)
+        calls.take(0, 1, 4)
     with pytest.raises(CacheStateError, match="stopped after 1 of 2 layers"):
         calls.settle()
 
 
 def test_a_first_pass_that_stops_between_layers_is_found(parts):
     _, calls, _ = parts
-    calls.take(0, 0, 1, 4)
-    calls.take(0, 4, 1, 4)
+    calls.take(0, 1, 4)
+    calls.take(0, 1, 4)
     with pytest.raises(CacheStateError, match="layer 1 holds 0 columns"):
-        calls.take(1, 0, 1, 4)
+        calls.take(1, 1, 4)
 
 
 def test_an_announced_call_that_never_runs_leaves_no_trace(parts):
     rows, calls, history = parts
     calls.announce(9, None, torch.ones(3, 9), None)
     calls.announce(4, None, torch.ones(1, 4), None)
-    history.append(torch.randn(1, HEADS, 4, DIM), calls.take(0, 0, 1, 4))
+    history.append(torch.randn(1, HEADS, 4, DIM), calls.take(0, 1, 4))
     assert [row.length for row in rows.rows] == [4]
 
 
 def test_another_batch_or_shape_is_refused(parts):
     _, calls, history = parts
-    history.append(torch.randn(2, HEADS, 4, DIM), calls.take(0, 0, 2, 4))
+    history.append(torch.randn(2, HEADS, 4, DIM), calls.take(0, 2, 4))
     with pytest.raises(CacheStateError, match="a batch of 3 rows, but the cache holds 2 rows"):
-        calls.take(0, 4, 3, 4)
+        calls.take(0, 3, 4)
     with pytest.raises(CacheStateError, match="3 heads × 8 in torch.float32, but the cache holds 2 heads"):
-        history.append(torch.randn(2, 3, 4, DIM), calls.take(0, 4, 2, 4))
+        history.append(torch.randn(2, 3, 4, DIM), calls.take(0, 2, 4))
 
 
 def test_slots_are_shared_contiguously_and_reused():
@@ -303,8 +305,40 @@ def test_any_count_of_tokens_in_any_strides(tokens):
         for fresh in (view, view.clone(memory_format=torch.contiguous_format)):
             rows = Rows(SlotPool(), BLOCK, RECENT)
             history = History(Affine(4, "channel", 8), rows.pool, BLOCK, SINKS)
-            dense = history.append(fresh, Calls(rows).take(0, 0, 2, tokens))
+            dense = history.append(fresh, Calls(rows).take(0, 2, tokens))
             assert dense.shape == (2, HEADS, tokens, DIM), name
             held.append(history.dense(rows.view()))
         assert torch.equal(*held), name
         assert [row.length for row in rows.rows] == [tokens, tokens]
+
+
+def test_threads_that_share_an_arena_keep_what_they_wrote():
+    """New slabs and float32 parameters, which replace a slab, at every turn."""
+    pool = SlotPool()
+    arena = Arena(pool, {"x": ((4,), torch.float16)}, torch.device("cpu"))
+
+    def work(number):
+        written = {}
+        for turn in range(60):
+            slots = pool.allocate(1 + turn % 3)
+            value = float(100 * number + turn)
+            dtype = torch.float32 if turn % 7 == 6 else torch.float16
+            arena.write(pool.runs(slots), {"x": torch.full((len(slots), 4), value, dtype=dtype)})
+            written |= dict.fromkeys(slots, value)
+            if turn % 5 == 4:
+                pool.release([slot := slots[0]])
+                del written[slot]
+        return written
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as executor:
+            parts = list(executor.map(work, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert sum(map(len, parts)) == pool.live == len({slot for part in parts for slot in part})
+    for part in parts:
+        for slot, value in part.items():
+            (run,) = pool.runs([slot])
+            assert (arena.read(run)["x"] == value).all()

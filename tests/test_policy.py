@@ -289,3 +289,47 @@ def test_latents_are_named_so_and_the_rotary_key_keeps_eight_bits_by_default():
         policy(default={"latent": "int4"})
     with pytest.raises(PolicyError, match="default.key: unknown setting; allowed: latent, rotary"):
         policy(default={"latent": "int4", "key": "int8"})
+
+
+def test_yaml_anchors_and_merge_keys_are_understood():
+    text = """
+version: 1
+name: a
+default: &base {key: int8, value: int4}
+layers:
+  "1": {<<: *base, key: fp16}
+  "2": *base
+"""
+    layers = PrecisionPolicy.from_yaml(text).resolve([FULL] * 3).layers
+    assert [layer.policy.key.name.split("/")[0] for layer in layers] == ["int8", "fp16", "int8"]
+
+
+@pytest.mark.parametrize(
+    "place", ["name: *h", "default: *h", "layers: *h", "block_tokens: *h", "default: {key: *h, value: int8}"]
+)
+def test_a_bomb_of_aliases_costs_one_line(place):
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]" for old, new in pairwise("abcdefgh")]
+    with pytest.raises(PolicyError) as caught:
+        PrecisionPolicy.from_yaml("version: 1\n" + "\n".join(lines) + f"\n{place}\n")
+    assert len(str(caught.value)) < 500
+    plain = {"version": 1, "name": "a", "default": INT8}
+    bomb = "x"
+    for _ in range(12):
+        bomb = [bomb] * 9
+    for name in ("name", "default", "layers", "block_tokens"):
+        with pytest.raises(PolicyError) as caught:
+            PrecisionPolicy(**{**plain, name: bomb})
+        assert len(str(caught.value)) < 500
+
+
+def test_a_name_too_long_for_a_file_is_no_preset_either():
+    with pytest.raises(PolicyError, match="is neither a file nor a preset") as caught:
+        PrecisionPolicy.load("x" * 3000)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_stray_setting_makes_no_latents():
+    config = FAMILIES["llama"]()
+    config.kv_lora_rank = 32
+    assert policy().resolve(config).layers[0].policy.value.name.startswith("int4")

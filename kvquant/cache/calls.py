@@ -25,15 +25,15 @@ class _Announced:
 class Calls:
     """Hands each layer the `Call` of the forward pass it is in.
 
-    Nothing changes until the first layer takes the call, so an announced call that never runs leaves no trace.
-    A pass that stopped between layers leaves them at different lengths; that is found at the next call.
+    Nothing changes until the first layer takes the call, so an announced call that never runs leaves no trace. A layer
+    that has all columns already begins the next pass. A pass that stopped between layers leaves some behind; that
+    is found by whatever comes next. ``held`` counts the columns of every compressed layer.
     """
 
     rows: Rows
+    held: dict[int, int] = field(default_factory=dict)
     _announced: _Announced = _Announced()
     _current: Call | None = None
-    _taken: set[int] = field(default_factory=set)
-    _members: set[int] = field(default_factory=set)
 
     def announce(self, new: int, ids: Tensor | None, mask: Tensor | None, positions: Tensor | None) -> None:
         """Tell what the next call of ``new`` columns brings; any of the three may be unknown.
@@ -46,46 +46,54 @@ class Calls:
         positions = _readable(positions)
         # Reading values off another device waits for it: worth it once per prompt, not once per token.
         if positions is not None and (new > 1 or positions.device.type == "cpu"):
-            self._check_positions(starts, positions)
+            self._check_positions(starts, positions, mask)
         self._announced = _Announced(starts, ids if plain else None, positions)
 
-    def take(self, layer: int, held: int, batch: int, new: int, positions: Any = None) -> Call:
-        """The call that ``layer``, holding ``held`` columns, is in; the first layer to ask opens it.
+    def take(self, layer: int, batch: int, new: int, positions: Any = None) -> Call:
+        """The call of ``new`` columns that ``layer`` is in; the first layer to ask opens it.
 
         ``positions``, what the model calls so, count if none were announced.
         """
-        if self._current is None or layer in self._taken:
+        held = self.held.setdefault(layer, 0)
+        if held == self.rows.width:
+            self.settle()
             self._open(batch, new, positions)
         call = self._current
-        assert call is not None
-        if (held, new) != (call.past, call.new):
+        if call is None or (held, new) != (call.past, call.new):
             raise CacheStateError(
-                f"layer {layer} holds {held} columns and is given {new} more, but this forward pass adds {call.new} "
-                f"to {call.past}; a pass that stopped half-way cannot be continued: reset() the cache"
+                f"layer {layer} holds {held} columns and is given {new} more, but this forward pass adds "
+                f"{call.new if call else 0} to {call.past if call else self.rows.width}; a pass that stopped "
+                f"half-way cannot be continued: reset() the cache"
             )
-        self._taken.add(layer)
+        self.held[layer] = held + new
         return call
 
     def settle(self) -> None:
         """Make sure that no pass stopped between layers; `CacheStateError` otherwise."""
-        if self._current is not None and self._members and self._taken != self._members:
+        if behind := sum(held != self.rows.width for held in self.held.values()):
             raise CacheStateError(
-                f"the last forward pass stopped after {len(self._taken)} of {len(self._members)} layers, "
+                f"the last forward pass stopped after {len(self.held) - behind} of {len(self.held)} layers, "
                 f"what the cache holds is incomplete: reset() it"
             )
 
+    def crop(self, columns: int) -> None:
+        """Forget the last ``columns`` columns of all layers."""
+        self.settle()
+        self.rows.crop(columns)
+        self.held = dict.fromkeys(self.held, self.rows.width)
+
     def fork(self, rows: Rows) -> Calls:
         """The same state over a copy of the rows."""
-        return Calls(rows, _Announced(), self._current, set(self._taken), set(self._members))
+        return Calls(rows, dict(self.held), _Announced(), self._current)
 
-    def forget(self) -> None:
-        """Start anew."""
+    def reset(self) -> None:
+        """Forget all rows."""
+        self.rows.clear()
+        self.rows.width = 0
+        self.held = dict.fromkeys(self.held, 0)
         self._announced, self._current = _Announced(), None
-        self._taken, self._members = set(), set()
 
     def _open(self, batch: int, new: int, positions: Any) -> None:
-        self.settle()
-        self._members = self._taken
         told, rows = self._announced, self.rows.rows
         starts, ids = told.starts, told.ids
         if starts is None:
@@ -96,7 +104,7 @@ class Calls:
             ids = None  # embeddings were expanded on the way (multimodal): ids do not describe these columns
         positions = _readable(positions if told.positions is None else told.positions)
         self._current = self.rows.advance(starts, new, ids, positions)
-        self._announced, self._taken = _Announced(), set()
+        self._announced = _Announced()
 
     def _read_mask(self, new: int, mask: Tensor) -> tuple[list[int] | None, bool]:
         """Where rows start (None: where they did), and whether nothing but left padding is hidden.
@@ -123,7 +131,7 @@ class Calls:
                 )
         return starts, starts == counts
 
-    def _check_positions(self, starts: list[int] | None, positions: Tensor) -> None:
+    def _check_positions(self, starts: list[int] | None, positions: Tensor, mask: Tensor | None) -> None:
         new = positions.shape[1]
         rows = self.rows.rows or [Row(start=start) for start in starts or [0]]
         for index, row in enumerate(rows):
@@ -132,8 +140,11 @@ class Calls:
             if fresh <= 0:
                 continue
             position = int(positions[index % positions.shape[0], new - fresh])
-            # Positions count real tokens, or columns where the caller ignores padding.
-            if position not in (row.length, start + row.length):
+            # Positions count real tokens, or columns where the caller ignores padding, or tokens that are not hidden.
+            seen = {row.length, start + row.length}
+            if position not in seen and mask is not None:
+                seen.add(int((mask[index % len(mask), : mask.shape[1] - fresh] != 0).sum()))
+            if position not in seen:
                 raise CacheStateError(
                     f"position_ids of row {index} go on at {position}, but the cache holds {row.length} tokens of it; "
                     f"pass only tokens the cache has not seen (at least one)"

@@ -41,10 +41,15 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.calls = calls
         self.key = key
         self.value = value
-        self.columns = 0
+        calls.held[index] = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the first `update` does."""
+
+    @property
+    def columns(self) -> int:
+        """Columns held, padding included."""
+        return self.calls.held[self.index]
 
     @property
     def is_initialized(self) -> bool:
@@ -54,20 +59,20 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     @property
     def keys(self) -> Tensor | None:
         """All keys decoded, ``[rows, heads, columns, dim]``; for inspection."""
-        return self.key.dense(self.calls.rows.view()) if self.columns else None
+        return self._dense(self.key)
 
     @property
     def values(self) -> Tensor | None:
         """All values decoded, like `keys`."""
-        return self.value.dense(self.calls.rows.view()) if self.columns else None
+        return self._dense(self.value)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append ``[rows, heads, new, dim]`` and return all columns, history decoded, new ones as given."""
         positions = (kwargs.get("kwargs") or {}).get("position_ids")  # the arguments of the model's attention
-        call = self.calls.take(self.index, self.columns, key_states.shape[0], key_states.shape[2], positions)
-        keys, values = self.key.append(key_states, call), self.value.append(value_states, call)
-        self.columns += call.new
-        return keys, values
+        self.key.check(key_states)
+        self.value.check(value_states)
+        call = self.calls.take(self.index, key_states.shape[0], key_states.shape[2], positions)
+        return self.key.append(key_states, call), self.value.append(value_states, call)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns attended by a call of ``query_length``, 0)."""
@@ -83,9 +88,17 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def fork(self, calls: Calls) -> KVQuantLayer:
         """A copy that belongs to ``calls`` and shares every block."""
+        columns = calls.held[self.index]
         twin = KVQuantLayer(self.index, calls, self.key.fork(), self.value.fork())
-        twin.columns = self.columns
+        calls.held[self.index] = columns
         return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise UnsupportedError("a layer of a KVQuantCache shares its rows with the others: copy the cache")
+
+    def _dense(self, history: History) -> Tensor | None:
+        self.calls.settle()
+        return history.dense(self.calls.rows.view()) if self.columns else None
 
 
 class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
@@ -193,9 +206,17 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         """Append to layer ``layer_idx`` and return what its attention reads; see `KVQuantLayer.update`."""
         if layer_idx >= len(self.layers):
             raise CacheStateError(f"layer {layer_idx}: the cache was built for a model of {len(self.layers)} layers")
+        width, new = self.rows.width, key_states.shape[2]
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
-        if isinstance(layer, KVQuantLayer):
+        if not isinstance(layer, KVQuantLayer):
+            # Before the first compressed layer of a pass, or after it.
+            if (held := layer.get_seq_length()) not in (width + new, width):
+                raise CacheStateError(
+                    f"layer {layer_idx} holds {held} columns, the compressed layers {width}: a pass stopped "
+                    f"half-way and cannot be continued: reset() the cache"
+                )
+        else:
             self._bytes[layer_idx] = sum(layer.key.nbytes() + layer.value.nbytes())
             self._peak = max(self._peak, sum(self._bytes.values()) + 2 * (keys.numel() + values.numel()))
         return keys, values
@@ -205,46 +226,50 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
         Sealed codes stay as they are; a block cut in two keeps its first part.
         """
+        tokens_to_remove = int(tokens_to_remove)  # may be a tensor
         if tokens_to_remove > 0:
             raise CacheStateError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative")
         self._calls.settle()
         for layer in self._foreign():  # first, since a window that has moved on refuses
             layer.crop(tokens_to_remove)
-        self.rows.crop(-tokens_to_remove)
+        self._calls.crop(-tokens_to_remove)
         for layer in self._compressed():
             layer.key.crop(self.rows.rows)
             layer.value.crop(self.rows.rows)
-            layer.columns = min(layer.columns, self.rows.width)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row ``beam_idx[i]``: pointer work, no code moves."""
-        self._select(_indices(beam_idx, len(self.rows.rows)))
+        if beam_idx.numel() and int(beam_idx.min()) < 0:
+            raise CacheStateError(f"rows {beam_idx.tolist()} selected: beams count from 0")
+        self._select(beam_idx)
         for layer in self._foreign():
             layer.reorder_cache(beam_idx)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row ``repeats`` times in a row, sharing its blocks."""
-        self._select([index for index in range(len(self.rows.rows)) for _ in range(repeats)])
+    def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
+        """Each row ``repeats`` times in a row (a number, or one per row), sharing its blocks."""
+        rows = torch.arange(len(self.rows.rows))
+        try:
+            chosen = rows.repeat_interleave(repeats.cpu() if isinstance(repeats, Tensor) else repeats)
+        except (RuntimeError, TypeError) as error:
+            raise CacheStateError(f"repeats {repeats!r}: give one number, or {len(rows)} for as many rows") from error
+        self._select(chosen)
         for layer in self._foreign():
             layer.batch_repeat_interleave(repeats)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices`` (integers, or a mask) only."""
-        self._select(_indices(torch.as_tensor(indices), len(self.rows.rows)))
+    def batch_select_indices(self, indices: Tensor | slice | Sequence[int]) -> None:
+        """Keep the rows ``indices`` (integers, a mask or a slice) only."""
+        self._select(indices)
         for layer in self._foreign():
             layer.batch_select_indices(indices)
 
     def reset(self) -> None:
         """Forget everything; memory is freed unless a copy of the cache shares it."""
-        self.rows.clear()
-        self.rows.width = 0
-        self._calls.forget()
+        self._calls.reset()
         self._bytes.clear()
         self._peak = 0
         for layer in self._compressed():
             layer.key.clear()
             layer.value.clear()
-            layer.columns = 0
         for layer in self._foreign():
             layer.reset()
 
@@ -320,24 +345,26 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def _foreign(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, KVQuantLayer)]
 
-    def _select(self, indices: Sequence[int]) -> None:
+    def _select(self, given: Any) -> None:
         self._calls.settle()
         if not self.rows.rows:
             return
+        indices = _indices(given, len(self.rows.rows))
         self.rows.select(indices)
         for layer in self._compressed():
             layer.key.select(indices)
             layer.value.select(indices)
 
 
-def _indices(given: Tensor, rows: int) -> list[int]:
-    """Row numbers from a tensor of integers or a mask over the rows."""
-    if given.dtype == torch.bool and given.shape == (rows,):
-        given = given.nonzero().flatten()
-    if given.dim() != 1 or given.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        shape = tuple(given.shape)
-        raise CacheStateError(f"rows selected by {given.dtype} {shape}; allowed: integers [n], or a mask [{rows}]")
-    return [int(index) for index in given.tolist()]
+def _indices(given: Any, rows: int) -> list[int]:
+    """The rows that an index of a tensor's first dimension stands for; at least one."""
+    try:
+        chosen = torch.arange(rows)[given.cpu() if isinstance(given, Tensor) else given]
+    except (IndexError, TypeError) as error:
+        raise CacheStateError(f"rows {given!r} selected from a cache of {rows} rows") from error
+    if chosen.dim() != 1 or not len(chosen):
+        raise CacheStateError(f"rows {given!r} selected from a cache of {rows} rows: at least one must stay")
+    return [int(index) for index in chosen]
 
 
 def _can_crop(layer: Any) -> bool:

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 
 from ..errors import UnsupportedError
-from ..geometry import decoder_module
+from ..geometry import CACHE_NAMES, decoder_module, takes_cache
 from .hf import KVQuantCache
 
-CACHE_NAMES = ("cache", "past_key_values")  # the argument's name, and its name before transformers 5.24
 _HANDLE = "_kvquant_hook"  # kept on the decoder itself, so that a copy of the model has its own
 
 
@@ -29,13 +28,12 @@ def enable(model: nn.Module) -> None:
     `UnsupportedError` for a model whose decoder takes no cache.
     """
     decoder = _decoder(model)
-    names = tuple(inspect.signature(decoder.forward).parameters)
-    if not any(name in names for name in CACHE_NAMES):
+    if not takes_cache(decoder):
         raise UnsupportedError(
             f"{type(decoder).__name__}.forward takes neither {' nor '.join(CACHE_NAMES)}: there is no cache to serve"
         )
     if _HANDLE not in vars(decoder):
-        hook = partial(_announce, names)
+        hook = partial(_announce, tuple(inspect.signature(decoder.forward).parameters))
         setattr(decoder, _HANDLE, decoder.register_forward_pre_hook(hook, with_kwargs=True))
 
 

@@ -53,7 +53,7 @@ class History:
     def append(self, fresh: Tensor, call: Call) -> Tensor:
         """Take the call's new columns and return all columns, the new ones as given; seal what is complete.
 
-        Padding columns of earlier calls come back as zeros.
+        Padding columns of earlier calls come back as zeros. `check` tells beforehand whether ``fresh`` fits.
         """
         if self.arena is None:
             _, heads, _, dim = fresh.shape
@@ -61,7 +61,7 @@ class History:
             self.arena = Arena(self._pool, layout, fresh.device)
         if not self.tails:
             self.tails = [fresh.new_empty(fresh.shape[1], 0, fresh.shape[3]) for _ in call.rows]
-        self._check(fresh)
+        self.check(fresh)
         dense = self._dense(fresh, call)
         with torch.no_grad():
             for index, row in enumerate(call.rows):
@@ -71,6 +71,19 @@ class History:
             if call.runs:
                 self._seal(call)
         return dense
+
+    def check(self, fresh: Tensor) -> None:
+        """`CacheStateError` where new columns do not have the shape or dtype of those held."""
+        if not self.tails:
+            return
+        tail = self.tails[0]
+        if fresh.shape[0] != len(self.tails):
+            raise CacheStateError(f"a batch of {fresh.shape[0]} rows, but the cache holds {len(self.tails)} rows")
+        if (fresh.shape[1], fresh.shape[3], fresh.dtype) != (tail.shape[0], tail.shape[2], tail.dtype):
+            raise CacheStateError(
+                f"states of {fresh.shape[1]} heads × {fresh.shape[3]} in {fresh.dtype}, "
+                f"but the cache holds {tail.shape[0]} heads × {tail.shape[2]} in {tail.dtype}"
+            )
 
     def dense(self, call: Call) -> Tensor:
         """All columns as a call that adds none would attend to them."""
@@ -104,8 +117,8 @@ class History:
     def clear(self) -> None:
         """Forget all rows; memory of blocks is freed where no other cache uses the pool."""
         self.tails = []
-        if self.arena is not None and not self._pool.live:
-            self.arena.clear()
+        if not self._pool.live:
+            self.arena = None  # what comes next may have other shapes
 
     def fork(self) -> History:
         """A copy that shares blocks and, until it grows, tails."""
@@ -133,16 +146,6 @@ class History:
         assert self.arena is not None
         yield from self.tails
         yield from (sinks for slot, sinks in self.arena.raw.items() if self._pool.references(slot))
-
-    def _check(self, fresh: Tensor) -> None:
-        tail = self.tails[0]
-        if fresh.shape[0] != len(self.tails):
-            raise CacheStateError(f"a batch of {fresh.shape[0]} rows, but the cache holds {len(self.tails)} rows")
-        if (fresh.shape[1], fresh.shape[3], fresh.dtype) != (tail.shape[0], tail.shape[2], tail.dtype):
-            raise CacheStateError(
-                f"states of {fresh.shape[1]} heads × {fresh.shape[3]} in {fresh.dtype}, "
-                f"but the cache holds {tail.shape[0]} heads × {tail.shape[2]} in {tail.dtype}"
-            )
 
     def _dense(self, fresh: Tensor, call: Call) -> Tensor:
         if not call.past:

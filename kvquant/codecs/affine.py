@@ -21,8 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import CodecError
-from .base import Fields, Layout
+from ..errors import CodecError, shown
+from .base import FP16_MAX, Fields, Layout, to_dtype
 from .options import read_axis_and_rotation
 from .packing import pack, packed_width, unpack
 from .rotation import hadamard, unrotate
@@ -30,7 +30,6 @@ from .rotation import hadamard, unrotate
 MIN_GROUP = 8  # a group of one value has min == max: it would look lossless and save nothing
 MAX_GROUP = 4096
 DEFAULT_GROUP = 64
-FP16_MAX = 65504.0
 SHRINK = (1.0, 0.8, 0.6)  # shares of the half-ranges below and above the middle that the search tries
 REFINEMENTS = 4
 
@@ -92,9 +91,7 @@ class Affine:
         x = grouped.mul_(scale).add_(zero).reshape(codes.shape)
         if self.rotate == "hadamard":
             x = unrotate(x)
-        if dtype == torch.float16:
-            x = x.clamp_(-FP16_MAX, FP16_MAX)  # half a step beyond its largest value would be infinite
-        return x.to(dtype)
+        return to_dtype(x, dtype)
 
     def channel_group(self, dim: int) -> int:
         """Channels that share a scale: the largest divisor of ``dim`` up to ``group``.
@@ -181,7 +178,7 @@ def make_affine(bits: int, options: Mapping[str, Any], role: str, block_tokens: 
     span = block_tokens if axis == "channel" else MAX_GROUP  # what the group must divide, where that is known
     group = options.get("group", _largest_divisor(span, DEFAULT_GROUP))
     if isinstance(group, bool) or not isinstance(group, int) or not MIN_GROUP <= group <= MAX_GROUP:
-        raise CodecError(f"group: {group!r}; allowed: an integer from {MIN_GROUP} to {MAX_GROUP}")
+        raise CodecError(f"group: {shown(group)}; allowed: an integer from {MIN_GROUP} to {MAX_GROUP}")
     if axis == "channel" and span % group:
         raise CodecError(f"group: {group} does not divide block_tokens {span}; allowed: a divisor of it")
     return Affine(bits, axis, group, rotate)

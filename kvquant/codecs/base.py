@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..errors import CodecError
+from ..errors import CodecError, shown
+
+FP16_MAX = 65504.0
 
 Fields = dict[str, Tensor]
 """What a codec stores of n blocks: named tensors whose first dimension is the block."""
@@ -58,7 +61,7 @@ def register_codec(name: str, factory: Factory) -> None:
     ``factory(options, role, block_tokens)`` raises `CodecError` on an option it does not know.
     """
     if name in _REGISTRY:
-        raise CodecError(f"codec {name!r} is registered already")
+        raise CodecError(f"codec {shown(name)} is registered already")
     _REGISTRY[name] = factory
 
 
@@ -81,23 +84,35 @@ def get_codec(spec: str | Mapping[str, Any], role: str = "key", block_tokens: in
     Raises `CodecError` naming the option, what was given and what is allowed.
     """
     if role not in ("key", "value"):
-        raise CodecError(f"role: {role!r}; allowed: 'key', 'value'")
+        raise CodecError(f"role: {shown(role)}; allowed: 'key', 'value'")
     if isinstance(spec, str):
         spec = _from_name(spec)
     elif not isinstance(spec, Mapping):
-        raise CodecError(f"codec: {spec!r} is not a codec; allowed: {', '.join(_REGISTRY)}, or a mapping")
+        raise CodecError(f"codec: {shown(spec)} is not a codec; allowed: {', '.join(_REGISTRY)}, or a mapping")
+    if type(block_tokens) is not int or block_tokens < 1:
+        raise CodecError(f"block_tokens: {shown(block_tokens)}; allowed: a positive integer")
     options = dict(spec)
     name = options.pop("codec", None)
     if not isinstance(name, str) or name not in _REGISTRY:
-        raise CodecError(f"codec: {name!r} is not a codec; allowed: {', '.join(_REGISTRY)}")
+        raise CodecError(f"codec: {shown(name)} is not a codec; allowed: {', '.join(_REGISTRY)}")
     return _REGISTRY[name](options, role, block_tokens)
 
 
 def _from_name(name: str) -> dict[str, Any]:
     codec, *rest = name.split("/")
     options: dict[str, Any] = {"codec": codec}
-    if len(rest) == 3 and rest[1].startswith("g") and rest[1][1:].isdigit():
-        options |= {"axis": rest[0], "group": int(rest[1][1:]), "rotate": rest[2]}
+    if len(rest) == 3 and (match := re.fullmatch("g([0-9]{1,9})", rest[1])):
+        options |= {"axis": rest[0], "group": int(match[1]), "rotate": rest[2]}
     elif rest:
         options["codec"] = name  # not a canonical name: refused as a whole
     return options
+
+
+def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decoded float32 values, which may be changed, in ``dtype``.
+
+    Float16 would be infinite half a step beyond its largest value.
+    """
+    if dtype == torch.float16:
+        x = x.clamp_(-FP16_MAX, FP16_MAX)
+    return x.to(dtype)

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CodecError
-from .base import Fields, Layout
+from ..errors import CodecError, shown
+from .base import Fields, Layout, to_dtype
 from .options import read_axis_and_rotation
 from .rotation import hadamard, unrotate
 
-# Group sizes that come back right on the CPU too: bitsandbytes 0.50 decodes 4-bit groups of 128 wrongly there.
-GROUPS = {"nf4": (32, 64), "fp4": (32, 64), "dynamic8": (64, 128, 256)}
+GROUPS = {"nf4": (32, 64, 128, 256), "fp4": (32, 64, 128, 256), "dynamic8": (64, 128, 256)}
 DEFAULT_GROUP = 64
 
 
@@ -85,22 +84,24 @@ class BitsAndBytes:
         elif self.format == "dynamic8":
             x = functional.dequantize_blockwise(
                 codes, absmax=absmax, code=_dynamic_map(codes.device), blocksize=self.group
-            ).reshape(shape)
+            )
         else:
             state = functional.QuantState(
                 absmax,
-                shape=torch.Size(shape),
+                # On the CPU the library takes a last dimension that is no multiple of the group for rows of it.
+                shape=torch.Size((len(absmax), self.group)),
                 blocksize=self.group,
                 code=functional.get_4bit_type(self.format, device=codes.device),
                 quant_type=self.format,
                 dtype=torch.float32,
             )
             x = functional.dequantize_4bit(codes.reshape(-1, 1), state)
+        x = x.reshape(shape)
         if self.axis == "channel":
             x = x.transpose(2, 3)
         if self.rotate == "hadamard":
             x = unrotate(x)
-        return x.to(dtype)
+        return to_dtype(x, dtype)
 
     @property
     def _per_byte(self) -> int:
@@ -123,6 +124,6 @@ def make_bnb(format: str, options: Mapping[str, Any], role: str, block_tokens: i
     if not allowed:
         raise CodecError(f"codec: {format!r} needs block_tokens that are a multiple of {sizes[0]}, not {block_tokens}")
     group = options.get("group", max([size for size in allowed if size <= DEFAULT_GROUP], default=allowed[0]))
-    if isinstance(group, bool) or group not in allowed:
-        raise CodecError(f"group: {group!r}; allowed: {', '.join(map(str, allowed))}")
+    if type(group) is not int or group not in allowed:
+        raise CodecError(f"group: {shown(group)}; allowed: {', '.join(map(str, allowed))}")
     return BitsAndBytes(format, axis, group, rotate)

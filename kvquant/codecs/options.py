@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import CodecError
+from ..errors import CodecError, shown
 
 AXES = ("channel", "token")
 ROTATIONS = ("none", "hadamard")
@@ -20,7 +20,7 @@ def read_axis_and_rotation(codec: str, options: Mapping[str, Any], role: str) ->
     axis = options.get("axis", "channel" if role == "key" else "token")
     rotate = options.get("rotate", "none")
     if axis not in AXES:
-        raise CodecError(f"axis: {axis!r}; allowed: {', '.join(AXES)}")
+        raise CodecError(f"axis: {shown(axis)}; allowed: {', '.join(AXES)}")
     if rotate not in ROTATIONS:
-        raise CodecError(f"rotate: {rotate!r}; allowed: {', '.join(ROTATIONS)}")
+        raise CodecError(f"rotate: {shown(rotate)}; allowed: {', '.join(ROTATIONS)}")
     return axis, rotate

@@ -64,7 +64,59 @@ def test_models_with_nothing_to_compress_are_refused() -> None:
 
 def test_models_that_generate_nothing_are_refused() -> None:
     config = tf.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    assert refused(config) == "vit is no model that generates text"
+    diagnosis = diagnose_config(config, INT4)
+    assert not diagnosis.served
+    assert diagnosis.notes == ["vit is none of transformers' models that write text"]
+
+
+def test_models_that_keep_no_cache_say_so_in_every_layer() -> None:
+    config = tf.OpenAIGPTConfig(vocab_size=97, n_embd=8, n_layer=2, n_head=2)
+    note = refused(config)
+    assert note.startswith("OpenAIGPTLMHeadModel.forward takes neither cache nor")
+    assert [row.reason for row in diagnose_config(config, INT4).rows] == [note, note]
+
+
+def test_a_model_without_layers_is_not_served() -> None:
+    assert not diagnose_config(tf.LlamaConfig(**{**COMMON, "num_hidden_layers": 0}), INT4).served
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tf.Gemma3nConfig,  # what checkpoints have: the text model is part of it
+        tf.WhisperConfig,
+        tf.T5Config,
+        tf.Qwen2VLConfig,
+        tf.ModernBertDecoderConfig,
+    ],
+)
+def test_composite_models_and_those_that_hear_or_translate_are_served(config: Any) -> None:
+    assert diagnose_config(config(), INT4).served
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hidden_act": "nope"},
+        {"vocab_size": 0},
+        {"vocab_size": -5},
+        {"pad_token_id": 9999},
+        {"num_hidden_layers": -1},
+        {"attn_implementation": "nope"},
+        {"layer_types": ["sliding_attention"] * 4},
+        {"rope_parameters": {"rope_type": "nonsense", "rope_theta": 1e4}},
+    ],
+)
+def test_configs_that_make_no_sense_cost_one_line(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = tf.LlamaConfig(**COMMON).to_dict() | {"model_type": "llama"} | settings
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    code = run(["doctor", str(tmp_path)])
+    out, err = capsys.readouterr()
+    assert code in (1, 2)
+    assert (out + err).count("\n") == 1
+    assert "Traceback" not in err
 
 
 def test_long_rope_is_noted() -> None:
