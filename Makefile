@@ -21,7 +21,7 @@ demo: $(VENV)/.installed
 	  --protocol streaming --chunk 128 --score-tokens 2048 --out reports/quickstart
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --durations 10
 
 test-floor:
 	$(MAKE) test VENV=.venv-floor CONSTRAINTS=.ci/floor.txt

@@ -122,7 +122,7 @@ def test_a_copied_model_is_enabled_on_its_own(model):
 
 
 # Their windows and recurrent states cannot take a token back.
-FORGETFUL = {"gemma2", "gemma3", "gemma3n", "cohere2", "gpt_oss", "qwen3_next"}
+FORGETFUL = ["gemma2", "gemma3", "gemma3n", "cohere2", "gpt_oss", "qwen3_next"]
 
 
 # Bloom has no positions and `generate` drops a mask of ones: nothing tells its repeated prompt from new tokens.

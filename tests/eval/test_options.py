@@ -54,7 +54,7 @@ def test_a_file_whose_name_has_a_comma_is_one_file(tmp_path: Path) -> None:
 
 
 def test_one_line_names_foreign_errors_and_cuts_long_ones() -> None:
-    assert one_line(ValueError("\n first \nsecond")) == "ValueError: first"
+    assert one_line(ValueError("\n first \nsecond")) == "ValueError: first second"
     assert one_line(KeyError()) == "KeyError"
     assert one_line(InputError("plain")) == "plain"
     assert len(one_line(ValueError("x" * 10_000))) == 300

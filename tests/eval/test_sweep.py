@@ -75,7 +75,7 @@ def test_a_policy_that_raises_fails_alone(llama: Any, ids: torch.Tensor, codec: 
     assert by_cell["fails", 48].status == "ok"
     for context in (96, 128):
         failed = by_cell["fails", context]
-        assert (failed.status, failed.reason) == ("failed", "RuntimeError: disk on fire")
+        assert (failed.status, failed.reason) == ("failed", "RuntimeError: disk on fire with details")
         assert (failed.ppl, failed.kv_bytes, failed.tokens_scored) == (None, None, 0)
     alone = sweep(llama, ids, [small_policy("int4")], 48, 96, 128)
     assert [row.kl_mean for row in alone] == [by_cell["int4", c].kl_mean for c in (48, 96, 128)]
