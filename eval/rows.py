@@ -14,12 +14,40 @@ Status = Literal["ok", "skipped", "failed"]
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Means over the scored tokens at positions ``first ≤ p < stop``, in nats per token."""
+
+    first: int
+    stop: int
+    nll: float
+    nll_baseline: float
+    kl: float
+
+
+@dataclass(frozen=True)
+class Needle:
+    """How well facts planted at a ``depth`` (share of the context) are told back.
+
+    ``logprob`` in nats per token of the answer, given the ones before; ``exact`` is the share of answers whose every
+    token was the most likely one.
+    """
+
+    depth: float
+    logprob: float
+    logprob_baseline: float
+    exact: float
+    exact_baseline: float
+
+
+@dataclass(frozen=True)
 class Row:
     """What a policy costs and saves at a context. Numbers that could not be had are None, and ``reason`` says why.
 
     Losses and KL are in nats per token, ``ppl_delta_pct`` and its 95 % interval in percent, ``kl_p99`` is the 99th
     percentile over tokens, ``top1_agreement`` a fraction. Bytes are those of `CacheStats`: full-attention layers,
-    the baseline at 2 bytes an element. ``seconds`` is the time of the policy's own forwards up to this context.
+    the baseline at 2 bytes an element. ``seconds`` is the time of the policy's own forwards up to this context,
+    ``compress_seconds`` that of taking over an exact prefix. ``kl_floor`` is the KL that arithmetic alone makes: that
+    of an uncompressed cache fed in other chunks. ``rope_scaling`` (``yarn×4``) marks contexts beyond the model's own.
     """
 
     model: str
@@ -43,20 +71,28 @@ class Row:
     seconds: float | None = None
     status: Status = "ok"
     reason: str = ""
+    rope_scaling: str = ""
+    compress_seconds: float | None = None
+    kl_floor: float | None = None
+    needle_logprob: float | None = None
+    needle_logprob_baseline: float | None = None
+    needle_exact: float | None = None
+    needle_exact_baseline: float | None = None
+    by_position: tuple[Bucket, ...] = ()
+    by_depth: tuple[Needle, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The row with JSON's own types only."""
         values = asdict(self)
-        if self.ppl_delta_ci95 is not None:
-            values["ppl_delta_ci95"] = list(self.ppl_delta_ci95)
-        return values
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def without_numbers(self, status: Status, reason: str) -> Row:
         """The same cell, skipped or failed."""
         return replace(self, status=status, reason=reason)
 
 
-COLUMNS = tuple(field.name for field in fields(Row))
+NESTED = ("by_position", "by_depth")  # lists of objects, which a table of values has no place for
+COLUMNS = tuple(field.name for field in fields(Row) if field.name not in NESTED)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -70,7 +70,7 @@ class Sweep:
         at = list(stream.windows[context])
         scores = Scores(lane.nll[at], stream.reference_nll[at], lane.kl[at], lane.agree[at])
         stats, seconds = lane.checkpoints[context]
-        return Row(**(row.as_dict() | fidelity(scores, self.settings.seed) | footprint(stats, seconds)))
+        return replace(row, **fidelity(scores, self.settings.seed), **footprint(stats, seconds))
 
     def _row(self, policy: str, context: int) -> Row:
         return Row(self.name, policy, context, self.settings.protocol, self.settings.dtype)
