@@ -21,10 +21,10 @@ import kvquant
 
 from .errors import InputError
 from .models import context_limit, load
-from .options import parse_contexts, split_list
+from .options import format_context, parse_contexts, split_list
 from .ppl import Progress, policies_of, tokens_of
-from .streaming import chunk_bounds, forward
 from .texts import default_text
+from .walk import chunk_bounds, forward
 
 BASELINE = "DynamicCache"
 
@@ -74,7 +74,9 @@ def run_prefill(options: PrefillOptions, say: Callable[[str], None], progress: P
     ids = tokens_of(loaded, default_text(), contexts).ids
     rows: list[BenchRow] = []
     for context in contexts:
-        with progress([context], options.chunk, options.repeats * (1 + len(policies))) as tick:
+        runs = options.repeats * (1 + len(policies))
+        forwards = chunk_bounds([context], options.chunk) * runs
+        with progress(f"{runs} runs of {format_context(context)} tokens", forwards) as tick:
             bench = PrefillBench(loaded.model, ids, policies, options.chunk, options.repeats, tick)
             rows += bench.rows(context)
     return rows

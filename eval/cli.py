@@ -40,6 +40,7 @@ class Protocol(StrEnum):
     """How the compressed cache is read while scoring."""
 
     streaming = "streaming"
+    prefill = "prefill"
 
 
 class DType(StrEnum):
@@ -85,7 +86,10 @@ def ppl(
         list[str] | None,
         typer.Option(help="UTF-8 text, also .xz .gz .bz2; several are joined. Default: Python's library sources."),
     ] = None,
-    protocol: Annotated[Protocol, typer.Option(help="How the compressed cache is read.")] = Protocol.streaming,
+    protocol: Annotated[
+        Protocol,
+        typer.Option(help="streaming: every chunk reads a compressed past. prefill: exact past, then compressed."),
+    ] = Protocol.streaming,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens per forward.")] = 128,
     score_tokens: Annotated[int, typer.Option(min=1, help="Tokens scored at the end of each context.")] = 2048,
     dtype: Annotated[DType, typer.Option(help="What the model computes in.")] = DType.float32,

@@ -14,7 +14,6 @@ from .bench import BenchRow
 from .doctor import Diagnosis
 from .options import format_context
 from .rows import Row
-from .streaming import chunk_bounds
 
 # The attention's share of a forward grows with the past; at this many tokens it is taken to double the cost.
 _DOUBLING_TOKENS = 8192
@@ -86,13 +85,14 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 
 
 @contextmanager
-def progress(console: Console, contexts: Sequence[int], chunk: int, runs: int) -> Iterator[Callable[[int, int], None]]:
-    """Progress with the time left; call what it yields with the bounds of each chunk of each of ``runs``.
+def progress(
+    console: Console, title: str, forwards: Sequence[tuple[int, int]]
+) -> Iterator[Callable[[int, int], None]]:
+    """Progress with the time left; call what it yields with the bounds of each of ``forwards`` when it is done.
 
     A bar where ``console`` is a terminal, else a line each tenth of the way.
     """
-    title = f"{runs} runs of {format_context(contexts[-1])} tokens"
-    total = runs * sum(_cost(start, end) for start, end in chunk_bounds(contexts, chunk))
+    total = sum(_cost(start, end) for start, end in forwards)
     if not console.is_terminal:
         yield _lines(console, title, total)
         return

@@ -35,6 +35,10 @@ class Reference:
             log_sum_exp[rows] = torch.logsumexp(logits[rows].double(), dim=-1)
         return cls(logits, log_sum_exp, logits.argmax(dim=-1), targets)
 
+    def rows(self, rows: slice) -> Reference:
+        """The same for some of the tokens."""
+        return Reference(self.logits[rows], self.log_sum_exp[rows], self.top1[rows], self.targets[rows])
+
     def nll(self) -> Tensor:
         """Negative log-likelihood of each target in nats, float64 ``[n]``."""
         return self.log_sum_exp - _of_targets(self.logits, self.targets)

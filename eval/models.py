@@ -73,6 +73,16 @@ def context_limit(model: Any) -> int | None:
     return limit
 
 
+def prefixes_nest(model: Any) -> bool:
+    """Whether a shorter context's keys are the beginning of a longer one's.
+
+    They are not where RoPE's frequencies depend on the length of the text (dynamic and long-rope scaling).
+    """
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
+
+
 def _alias_file(alias: str) -> Path:
     module, distribution = ALIASES[alias]
     spec = find_spec(module)  # finds a top-level package without running it

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import kvquant
 from . import report
 from .errors import InputError
 from .models import LoadedModel, load
-from .options import parse_contexts, split_list, text_paths
+from .options import format_context, parse_contexts, split_list, text_paths
 from .rows import Row
 from .sweep import Settings, Sweep
 from .texts import Text, default_text, read_texts
 from .tokens import Tokens, check_vocabulary, tokenise
 
-Progress = Callable[[Sequence[int], int, int], AbstractContextManager[Callable[[int, int], None]]]
+Progress = Callable[[str, Sequence[tuple[int, int]]], AbstractContextManager[Callable[[int, int], None]]]
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     settings = Settings(
         tuple(contexts), options.protocol, options.chunk, options.score_tokens, options.dtype, options.seed
     )
-    caches = [kvquant.KVQuantCache.for_model(loaded.model, policy) for policy in policies]
-    sweep = Sweep(options.model, loaded.model, tokens.ids, policies, caches, settings)
+    new = partial(kvquant.KVQuantCache.for_model, loaded.model)
+    sweep = Sweep(options.model, loaded.model, tokens.ids, policies, new, settings)
     for description in maps.values():
         say(description)
     rows = _collect(sweep, progress)
@@ -95,12 +96,12 @@ def tokens_of(loaded: LoadedModel, text: Text, contexts: Sequence[int]) -> Token
 
 
 def _collect(sweep: Sweep, progress: Progress) -> list[Row]:
-    settings = sweep.settings
-    runnable = sweep.runnable()
-    if not runnable:
+    forwards = sweep.forwards()
+    if not forwards:
         rows = list(sweep.rows())
     else:
-        with progress(runnable, settings.chunk, 1 + len(sweep.policies)) as tick:
+        longest = format_context(max(end for _, end in forwards))
+        with progress(f"{len(sweep.policies)} policies, up to {longest} tokens", forwards) as tick:
             rows = list(sweep.rows(tick))
     return sorted(rows, key=lambda row: row.context)  # stable: policies keep their order
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from .metrics import bootstrap_delta_pct
+
+BUCKETS = 8
 
 Status = Literal["ok", "skipped", "failed"]
 
@@ -97,8 +100,12 @@ COLUMNS = tuple(field.name for field in fields(Row) if field.name not in NESTED)
 
 @dataclass(frozen=True)
 class Scores:
-    """One cell's scores, float64 ``[tokens]``: NLL of policy and reference, KL, agreement (0 or 1)."""
+    """One cell's scores, float64 ``[tokens]``: NLL of policy and reference, KL, agreement (0 or 1).
 
+    ``positions`` ``[tokens]``, ascending, are those of the tokens scored.
+    """
+
+    positions: Sequence[int]
     nll: np.ndarray
     reference_nll: np.ndarray
     kl: np.ndarray
@@ -126,7 +133,17 @@ def fidelity(scores: Scores, seed: int) -> dict[str, Any]:
             f"{', '.join(infinite)}: infinite (mean loss {loss:.6g}, baseline {reference_loss:.6g} nats per token)"
         )
     values["ppl_delta_ci95"] = None if "ppl_delta_pct" in infinite else bootstrap_delta_pct(difference, seed)
+    values["by_position"] = tuple(_buckets(scores))
     return values | {"top1_agreement": float(scores.agree.mean()), "tokens_scored": len(scores.nll)}
+
+
+def _buckets(scores: Scores) -> Iterator[Bucket]:
+    """Means over eight equal shares of the scored tokens, in order of position; none where some are infinite."""
+    parts = [part for part in np.array_split(np.arange(len(scores.nll)), BUCKETS) if len(part)]
+    for part in parts:
+        means = [float(values[part].mean()) for values in (scores.nll, scores.reference_nll, scores.kl)]
+        if all(map(math.isfinite, means)):
+            yield Bucket(int(scores.positions[part[0]]), int(scores.positions[part[-1]]) + 1, *means)
 
 
 def footprint(stats: Any, seconds: float) -> dict[str, Any]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from .errors import one_line
-from .models import context_limit
+from .models import context_limit, prefixes_nest
+from .protocols import PROTOCOLS, NewCache, floor_lane
 from .rows import Row, Scores, fidelity, footprint
-from .streaming import Lane, Stream, chunk_bounds
+from .walk import Lane, Walk, chunk_bounds, steps
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a sweep measures. ``contexts`` ascending, in tokens; ``score_tokens`` at the end of each are scored."""
+    """What a sweep measures. ``contexts`` ascending, in tokens; ``score_tokens`` at the end of each are scored.
+
+    ``rope_scaling``, if any, names what the model's positions were stretched by, for the rows.
+    """
 
     contexts: tuple[int, ...]
     protocol: str = "streaming"
@@ -24,22 +29,42 @@ class Settings:
     score_tokens: int = 2048
     dtype: str = "float32"
     seed: int = 0
+    rope_scaling: str = ""
+
+
+@dataclass
+class Terms:
+    """Seconds of a sweep: the uncompressed model's forwards, taking prefixes over, and the policies' forwards."""
+
+    exact: float = 0.0
+    compression: float = 0.0
+    policies: float = 0.0
 
 
 @dataclass
 class Sweep:
-    """``policies``, an empty cache for each, on ``model`` (shown as ``name``) over ``ids`` (int64 ``[n]``)."""
+    """``policies`` on ``model`` (shown as ``name``) over ``ids`` (int64 ``[n]``); ``new`` makes a policy's cache.
+
+    Cells (policy, context) that are ``done`` already are left out.
+    """
 
     name: str
     model: Any
     ids: Tensor
     policies: Sequence[Any]
-    caches: Sequence[Any]
+    new: NewCache
     settings: Settings
+    done: frozenset[tuple[str, int]] = frozenset()
+    terms: Terms = field(default_factory=Terms)
 
-    def runnable(self) -> list[int]:
-        """The contexts that will be run."""
-        return list(self._windows())
+    def forwards(self) -> list[tuple[int, int]]:
+        """Start and end of every forward that is to come, in any order: what progress is measured by."""
+        found = []
+        for windows in self._walks:
+            lanes = self._lanes(windows)
+            for start, end in steps(windows, self.settings.chunk, _each(lanes)):
+                found += [(start, end)] * (1 + sum(lane.first <= start < lane.stop for lane in _each(lanes)))
+        return found
 
     def rows(self, tick: Callable[[int, int], None] = lambda start, end: None) -> Iterator[Row]:
         """The rows by context, then policy. First those that can't be run, the others as they finish."""
@@ -47,44 +72,82 @@ class Sweep:
             if obstacle := self._obstacle(context):
                 for policy in self.policies:
                     yield self._row(policy.name, context).without_numbers("skipped", obstacle)
-        contexts = self.runnable()
-        if not contexts:
-            return
-        windows = self._windows()
-        lanes = [Lane.new(p.name, cache, contexts[-1]) for p, cache in zip(self.policies, self.caches, strict=True)]
-        stream = Stream(self.model, self.ids[: contexts[-1]], windows, lanes, self.settings.chunk, tick)
-        left = list(contexts)
+        for windows in self._walks:
+            yield from self._walk(windows, tick)
+
+    def _walk(self, windows: dict[int, list[int]], tick: Callable[[int, int], None]) -> Iterator[Row]:
+        lanes = self._lanes(windows)
+        walk = Walk(self.model, self.ids[: max(windows)], windows, _each(lanes), self.settings.chunk, tick)
+        left = list(windows)
         try:
-            for context in stream.run():
+            for context in walk.run():
                 left.remove(context)
-                yield from (self._measured(stream, lane, context) for lane in lanes)
+                for (_, cell), lane in lanes.items():
+                    if cell == context and lane.name:
+                        yield self._measured(walk, lanes, lane, context)
         except Exception as error:  # the reference run; rows that were reached stand
             reason = f"reference run: {one_line(error)}"
-            for context in left:
-                yield from (self._row(lane.name, context).without_numbers("failed", reason) for lane in lanes)
+            for (policy, context), lane in lanes.items():
+                if context in left and lane.name:
+                    yield self._row(policy, context).without_numbers("failed", reason)
+        self.terms.exact += walk.seconds
+        self.terms.compression += sum(lane.open_seconds for lane in _each(lanes))
+        self.terms.policies += sum(lane.seconds for lane in _each(lanes))
 
-    def _measured(self, stream: Stream, lane: Lane, context: int) -> Row:
+    def _lanes(self, windows: dict[int, list[int]]) -> dict[tuple[str, int], Lane]:
+        """Every cell's lane, and the noise floor's under the name ``""``."""
+        make = PROTOCOLS[self.settings.protocol]
+        cells = make(self.policies, windows, self.settings.chunk, self.new)
+        shortest = min(windows)
+        floor = {("", shortest): floor_lane(self.model, shortest, cells)}
+        return {cell: lane for cell, lane in cells.items() if cell not in self.done} | floor
+
+    def _measured(self, walk: Walk, lanes: dict[tuple[str, int], Lane], lane: Lane, context: int) -> Row:
         row = self._row(lane.name, context)
         if context not in lane.checkpoints:
             return row.without_numbers("failed", lane.error or "not reached")
-        at = list(stream.windows[context])
-        scores = Scores(lane.nll[at], stream.reference_nll[at], lane.kl[at], lane.agree[at])
+        at = list(walk.windows[context])
+        scores = Scores(at, lane.nll[at], walk.reference_nll[at], lane.kl[at], lane.agree[at])
         stats, seconds = lane.checkpoints[context]
-        return replace(row, **fidelity(scores, self.settings.seed), **footprint(stats, seconds))
+        numbers = fidelity(scores, self.settings.seed) | footprint(stats, seconds)
+        if floor := lanes.get(("", context)):
+            numbers["kl_floor"] = float(floor.kl[at].mean())
+        return replace(row, **numbers, compress_seconds=round(lane.open_seconds, 3))
 
     def _row(self, policy: str, context: int) -> Row:
-        return Row(self.name, policy, context, self.settings.protocol, self.settings.dtype)
+        settings = self.settings
+        row = Row(self.name, policy, context, settings.protocol, settings.dtype)
+        return replace(row, rope_scaling=settings.rope_scaling)
 
+    @cached_property
+    def _walks(self) -> list[dict[int, list[int]]]:
+        """Windows by walk through the text: one for all contexts, unless their prefixes do not nest."""
+        missing = {
+            context
+            for context in self._windows
+            if any((policy.name, context) not in self.done for policy in self.policies)
+        }
+        if not missing:
+            return []
+        if prefixes_nest(self.model):
+            return [{context: window for context, window in self._windows.items() if context <= max(missing)}]
+        return [{context: self._windows_of([context])[context]} for context in sorted(missing)]
+
+    @cached_property
     def _windows(self) -> dict[int, list[int]]:
-        """The positions scored for each context that can be run, ascending; one choice for all policies.
-
-        Scored is the end of a context, less tokens that would show little of the compression: those before the
-        position where half of the past can be sealed under every policy, and those of a chunk so long that less than
-        half of their past was sealed before it (a chunk attends to itself uncompressed).
-        """
+        """The positions scored for each context that can be run, ascending; one choice for all policies."""
         fitting = [context for context in self.settings.contexts if not self._too_long(context)]
-        windows: dict[int, list[int]] = {context: [] for context in fitting}
-        for start, end in chunk_bounds(fitting, self.settings.chunk) if fitting else []:
+        return self._windows_of(fitting)
+
+    def _windows_of(self, contexts: Sequence[int]) -> dict[int, list[int]]:
+        """Scored is the end of a context, less tokens that would show little of the compression.
+
+        Those are the tokens before the position where half of the past can be sealed under every policy, and those of
+        a chunk so long that less than half of their past was sealed before it (a chunk attends to itself
+        uncompressed).
+        """
+        windows: dict[int, list[int]] = {context: [] for context in contexts}
+        for start, end in chunk_bounds(contexts, self.settings.chunk) if contexts else []:
             sealed = min(max(0, start - p.recent_tokens) // p.block_tokens * p.block_tokens for p in self.policies)
             for context, window in windows.items():
                 first = max(start + 1, context - self.settings.score_tokens, self._mostly_compressed())
@@ -98,7 +161,7 @@ class Sweep:
         """Why model or text can't serve a context, or nothing."""
         limit = context_limit(self.model)
         if limit is not None and context > limit:
-            return f"the model's limit is {limit} tokens (max_position_embeddings)"
+            return f"the model's limit is {limit} tokens (max_position_embeddings); allowed with --rope-scaling"
         if context > len(self.ids):
             return f"the text has only {len(self.ids)} tokens"
         return ""
@@ -107,9 +170,14 @@ class Sweep:
         """Why a context can't be run, or nothing."""
         if obstacle := self._too_long(context):
             return obstacle
-        if context not in self._windows():
+        if context not in self._windows:
             return (
                 f"no tokens scored: scoring starts at token {self._mostly_compressed()}, and where half of the past "
                 f"was sealed, under every policy of the sweep, before a chunk of {self.settings.chunk} began"
             )
         return ""
+
+
+def _each(lanes: dict[tuple[str, int], Lane]) -> list[Lane]:
+    """Every lane once: some serve several cells."""
+    return list({id(lane): lane for lane in lanes.values()}.values())

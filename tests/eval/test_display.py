@@ -8,7 +8,7 @@ from rich.console import Console
 
 from kvquant_eval.display import print_rows, progress
 from kvquant_eval.rows import Row
-from kvquant_eval.streaming import chunk_bounds
+from kvquant_eval.walk import chunk_bounds
 
 from .test_report import SKIPPED, row
 
@@ -18,7 +18,7 @@ from .test_report import SKIPPED, row
 def test_progress_counts_every_chunk_of_every_run(terminal: bool, contexts: list[int], chunk: int) -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=80, force_terminal=terminal, color_system=None)
-    with progress(console, contexts, chunk, 3) as tick:
+    with progress(console, "3 runs", 3 * chunk_bounds(contexts, chunk)) as tick:
         for start, end in chunk_bounds(contexts, chunk):
             for _ in range(3):
                 tick(start, end)
