@@ -43,6 +43,14 @@ class Protocol(StrEnum):
     prefill = "prefill"
 
 
+class RopeScaling(StrEnum):
+    """How positions are stretched beyond the model's own."""
+
+    yarn = "yarn"
+    linear = "linear"
+    dynamic = "dynamic"
+
+
 class DType(StrEnum):
     """What the model computes in."""
 
@@ -93,6 +101,9 @@ def ppl(
     chunk: Annotated[int, typer.Option(min=1, help="Tokens per forward.")] = 128,
     score_tokens: Annotated[int, typer.Option(min=1, help="Tokens scored at the end of each context.")] = 2048,
     dtype: Annotated[DType, typer.Option(help="What the model computes in.")] = DType.float32,
+    rope_scaling: Annotated[
+        RopeScaling | None, typer.Option(help="Stretch positions to the longest context, and mark every row.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for rows.json, rows.csv, plot.png and README.md.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap intervals.")] = 0,
@@ -103,7 +114,17 @@ def ppl(
     from .report import to_json
 
     options = Options(
-        model, policies, contexts, tuple(text or ()), protocol.value, chunk, score_tokens, dtype.value, out, seed
+        model=model,
+        policies=policies,
+        contexts=contexts,
+        text=tuple(text or ()),
+        protocol=protocol.value,
+        chunk=chunk,
+        score_tokens=score_tokens,
+        dtype=dtype.value,
+        rope_scaling=rope_scaling.value if rope_scaling else "",
+        out=out,
+        seed=seed,
     )
     with _only_our_output() as (console, say):
         result = run(options, context.obj or ["ppl"], say, partial(progress, console))

@@ -34,13 +34,19 @@ class LoadedModel:
     weights: str
 
 
-def load(name: str, dtype: str, say: Callable[[str], None] = lambda line: None) -> LoadedModel:
+def load(
+    name: str,
+    dtype: str,
+    say: Callable[[str], None] = lambda line: None,
+    adapt: Callable[[Any], None] = lambda config: None,
+) -> LoadedModel:
     """Loads ``name`` in ``dtype`` (a torch dtype's name). ``say`` is told about work that takes long.
 
-    Raises `InputError` if there is no such model, or it can't be read or reached.
+    ``adapt`` may change the model's config first. Raises `InputError` if there is no such model, or it can't be read
+    or reached.
     """
     place, weights, options = _locate(name, say)
-    return _from_folder(name, place, dtype, weights, **options)
+    return _from_folder(name, place, dtype, weights, adapt, **options)
 
 
 def load_config(name: str, say: Callable[[str], None] = lambda line: None) -> Any:
@@ -127,13 +133,19 @@ def _hub_has(name: str) -> bool:
     return True
 
 
-def _from_folder(name: str, place: str, dtype: str, weights: str, **options: Any) -> LoadedModel:
+def _from_folder(
+    name: str, place: str, dtype: str, weights: str, adapt: Callable[[Any], None], **options: Any
+) -> LoadedModel:
     options["trust_remote_code"] = False
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        config = AutoConfig.from_pretrained(place, **options)
+        adapt(config)
         model, info = AutoModelForCausalLM.from_pretrained(
-            place, dtype=getattr(torch, dtype), output_loading_info=True, **options
+            place, config=config, dtype=getattr(torch, dtype), output_loading_info=True, **options
         )
+    except InputError:
+        raise
     except Exception as error:  # a damaged or foreign model is the user's to mend, whatever it raises
         if options.get("local_files_only"):
             raise InputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from . import report
 from .errors import InputError
 from .models import LoadedModel, load
 from .options import format_context, parse_contexts, split_list, text_paths
+from .rope import stretch
 from .rows import Row
-from .sweep import Settings, Sweep
+from .sweep import Settings, Sweep, Terms
 from .texts import Text, default_text, read_texts
 from .tokens import Tokens, check_vocabulary, tokenise
 
@@ -37,6 +39,7 @@ class Options:
     chunk: int
     score_tokens: int
     dtype: str
+    rope_scaling: str
     out: Path | None
     seed: int
 
@@ -52,17 +55,26 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     text = read_texts(text_paths(options.text), contexts[-1]) if options.text else default_text()
     if options.out is not None:
         report.prepare(options.out)
-    loaded = load(options.model, options.dtype, say)
+    scaled = []
+    loaded = load(options.model, options.dtype, say, lambda config: scaled.append(_stretch(config, options, contexts)))
     maps = {policy.name: policy.resolve(loaded.model).describe() for policy in policies}
     tokens = tokens_of(loaded, text, contexts)
     settings = Settings(
-        tuple(contexts), options.protocol, options.chunk, options.score_tokens, options.dtype, options.seed
+        contexts=tuple(contexts),
+        protocol=options.protocol,
+        chunk=options.chunk,
+        score_tokens=options.score_tokens,
+        dtype=options.dtype,
+        seed=options.seed,
+        rope_scaling=scaled[0],
     )
     new = partial(kvquant.KVQuantCache.for_model, loaded.model)
     sweep = Sweep(options.model, loaded.model, tokens.ids, policies, new, settings)
     for description in maps.values():
         say(description)
+    began = time.monotonic()
     rows = _collect(sweep, progress)
+    say(_spent(sweep.terms, time.monotonic() - began))
     result = report.Report(
         command=shlex.join(["kvquant", *arguments]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -93,6 +105,19 @@ def tokens_of(loaded: LoadedModel, text: Text, contexts: Sequence[int]) -> Token
     tokens = tokenise(loaded.tokenizer, text.content, contexts[-1])
     check_vocabulary(tokens, loaded.model)
     return tokens
+
+
+def _spent(terms: Terms, seconds: float) -> str:
+    """Where a sweep's time went; the rest is scoring."""
+    parts = [f"uncompressed model {terms.exact:.1f} s"]
+    if terms.compression:
+        parts.append(f"compressing prefixes {terms.compression:.1f} s")
+    parts += [f"policies' forwards {terms.policies:.1f} s", f"all {seconds:.1f} s"]
+    return "Time: " + ", ".join(parts)
+
+
+def _stretch(config: Any, options: Options, contexts: Sequence[int]) -> str:
+    return stretch(config, options.rope_scaling, contexts[-1]) if options.rope_scaling else ""
 
 
 def _collect(sweep: Sweep, progress: Progress) -> list[Row]:

@@ -34,7 +34,8 @@ class Settings:
 
 @dataclass
 class Terms:
-    """Seconds of a sweep: the uncompressed model's forwards, taking prefixes over, and the policies' forwards."""
+    """Seconds of a sweep: the uncompressed model's forwards, with those of the noise floor, compressing prefixes, and
+    the policies' forwards."""
 
     exact: float = 0.0
     compression: float = 0.0
@@ -91,8 +92,12 @@ class Sweep:
                 if context in left and lane.name:
                     yield self._row(policy, context).without_numbers("failed", reason)
         self.terms.exact += walk.seconds
-        self.terms.compression += sum(lane.open_seconds for lane in _each(lanes))
-        self.terms.policies += sum(lane.seconds for lane in _each(lanes))
+        for lane in _each(lanes):
+            if lane.name:
+                self.terms.compression += lane.open_seconds
+                self.terms.policies += lane.seconds
+            else:
+                self.terms.exact += lane.seconds
 
     def _lanes(self, windows: dict[int, list[int]]) -> dict[tuple[str, int], Lane]:
         """Every cell's lane, and the noise floor's under the name ``""``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 import kvquant_eval.ppl
 from kvquant_eval.__main__ import main
-from kvquant_eval.rows import COLUMNS
+from kvquant_eval.rows import COLUMNS, NESTED
 
 PolicyFile = Callable[[str], Path]
 Capture = pytest.CaptureFixture[str]
@@ -67,7 +68,7 @@ def test_json_is_all_there_is_on_standard_output(arguments: dict[str, str], caps
         (128, "int4-small"),
     ]
     for row in document["rows"]:
-        assert tuple(row) == COLUMNS
+        assert tuple(row) == (*COLUMNS, *NESTED)
         assert row["status"] == "ok"
         assert (row["model"], row["dtype"]) == (arguments["--model"], "float32")
     assert (out / "rows.json").read_text() == printed
@@ -82,9 +83,36 @@ def test_the_same_seed_gives_the_same_rows(arguments: dict[str, str], capsys: Ca
     for seed in ("7", "7", "8"):
         assert ppl(arguments, "--json", "--seed", seed) == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
-        documents.append([{name: value for name, value in row.items() if name != "seconds"} for row in rows])
+        documents.append(
+            [{name: value for name, value in row.items() if not name.endswith("seconds")} for row in rows]
+        )
     assert documents[0] == documents[1]
     assert documents[0] != documents[2]
+
+
+def test_both_protocols_and_where_the_time_went(arguments: dict[str, str], capsys: Capture) -> None:
+    rows = {}
+    for protocol in ("streaming", "prefill"):
+        assert ppl(arguments | {"--contexts": "96,500"}, "--json", "--protocol", protocol) == 0
+        out, err = capsys.readouterr()
+        rows[protocol] = json.loads(out)["rows"]
+        assert re.search(r"uncompressed model [\d.]+ s, .*policies' forwards [\d.]+ s, all [\d.]+ s", err)
+    for read, exact in zip(rows["streaming"], rows["prefill"], strict=True):
+        assert (read["policy"], read["tokens_scored"]) == (exact["policy"], exact["tokens_scored"])
+        assert exact["ppl_baseline"] == pytest.approx(read["ppl_baseline"], rel=1e-5)
+        assert exact["kl_mean"] != read["kl_mean"]
+        assert exact["compress_seconds"] > 0
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic"])
+def test_contexts_beyond_the_models_own_are_marked(arguments: dict[str, str], capsys: Capture, kind: str) -> None:
+    stretched = arguments | {"--contexts": "96,1K", "--rope-scaling": kind, "--protocol": "prefill", "--chunk": "32"}
+    assert ppl(stretched, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["rope_scaling"] for row in rows] == [f"{kind}×2"] * 4
+    assert all(row["status"] == "ok" for row in rows)
+    assert ppl(stretched | {"--contexts": "96"}, "--json") == 0
+    assert [row["rope_scaling"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["", ""]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

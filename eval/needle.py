@@ -1,0 +1,138 @@
+"""The needle probe: facts planted in a text at several depths, and asked for at its end.
+
+::
+
+    0                                                                 context
+    |  text  · fact · text · fact ·  …  · text  | question, answer |
+       depth 0.1      0.3                         one at a time, each on a copy of the cache
+
+Perplexity hides the loss of a single token far back; an answer shows it. Answers are not generated but given: scored
+are their log-probability, token by token, and whether every token was the most likely one. Compare NIAH (Kamradt,
+2023) and RULER's several needles (Hsieh et al., 2024).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from .protocols import NewCache, take_over
+from .rows import Needle
+from .walk import EXACT_CHUNK, chunk_bounds, forward
+
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+PLACES = (
+    *("Oslo", "Lima", "Cairo", "Kyoto", "Quito", "Riga", "Hanoi", "Turin", "Accra", "Perth"),
+    *("Sofia", "Dakar", "Leeds", "Minsk", "Osaka", "Porto", "Tunis", "Zagreb", "Bergen", "Havana"),
+)  # four for each depth
+
+
+@dataclass(frozen=True)
+class Question:
+    """``ids`` int64 ``[n]``: the question and its answer, the last ``answer`` of them; ``depth`` is its fact's."""
+
+    depth: float
+    ids: Tensor
+    answer: int
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A text with its facts, int64 ``[n]``, and the questions about them."""
+
+    ids: Tensor
+    questions: tuple[Question, ...]
+
+
+def plant(tokenizer: Any, ids: Tensor, context: int, seed: int = 0) -> Haystack:
+    """Facts among the first of ``ids`` (int64 ``[n]``), so that text and any one question fill ``context`` tokens.
+
+    Raises `ValueError` where they do not fit.
+    """
+    generator = np.random.default_rng(seed)
+    codes = generator.integers(10_000, 99_999, len(PLACES))
+    depths = np.repeat(DEPTHS, len(PLACES) // len(DEPTHS))
+    facts, questions = [], []
+    for place, code, depth in zip(generator.permutation(PLACES), codes, depths, strict=True):
+        facts.append(_ids(tokenizer, f"\nThe secret number of {place} is {code}. Remember it.\n"))
+        asked = _ids(tokenizer, f"\nWhat is the secret number of {place}? The secret number of {place} is")
+        answer = _ids(tokenizer, f" {code}")
+        questions.append(Question(float(depth), torch.cat((asked, answer)), len(answer)))
+    room = context - max(len(question.ids) for question in questions) - sum(map(len, facts))
+    if room < 2 * sum(map(len, facts)) or room > len(ids):
+        raise ValueError(f"{len(facts)} facts do not fit into {context} tokens of this text")
+    parts, done = [], 0
+    for depth, fact in zip(depths, facts, strict=True):
+        stop = int(depth * room)
+        parts += [ids[done:stop], fact]
+        done = stop
+    return Haystack(torch.cat([*parts, ids[done:room]]), tuple(questions))
+
+
+@dataclass
+class Probe:
+    """The answers of a model under several policies; settings as in `Sweep`. ``tick`` as in `Walk`."""
+
+    model: Any
+    policies: Sequence[Any]
+    new: NewCache
+    protocol: str
+    chunk: int
+    tick: Callable[[int, int], None] = lambda start, end: None
+
+    def run(self, haystack: Haystack) -> Iterator[tuple[str, tuple[Needle, ...]]]:
+        """(policy, its `Needle` per depth), one policy after the other."""
+        with torch.inference_mode():
+            exact = DynamicCache(config=self.model.config)
+            self._read(exact, haystack.ids, EXACT_CHUNK)
+            baseline = self._answers(exact, haystack)
+            for policy in self.policies:
+                cache = self.new(policy)
+                if self.protocol == "prefill":
+                    take_over(cache, exact)
+                else:
+                    self._read(cache, haystack.ids, self.chunk)
+                yield policy.name, tuple(_by_depth(haystack, self._answers(cache, haystack), baseline))
+
+    def forwards(self, length: int) -> list[tuple[int, int]]:
+        """The forwards over a haystack of ``length`` tokens, for progress; questions are not counted."""
+        reads = 0 if self.protocol == "prefill" else len(self.policies)
+        return chunk_bounds([length], EXACT_CHUNK) + reads * chunk_bounds([length], self.chunk)
+
+    def _read(self, cache: Any, ids: Tensor, chunk: int) -> None:
+        for start, end in chunk_bounds([len(ids)], chunk):
+            forward(self.model, ids[None, start:end], cache, torch.zeros(0, dtype=torch.long))
+            self.tick(start, end)
+
+    def _answers(self, cache: Any, haystack: Haystack) -> list[tuple[float, bool]]:
+        """For each question: the mean log-probability of the answer's tokens, and whether each was the likeliest."""
+        found = []
+        for question in haystack.questions:
+            rows = torch.arange(len(question.ids) - question.answer - 1, len(question.ids) - 1)
+            logits, _ = forward(self.model, question.ids[None, :-1], copy.deepcopy(cache), rows)
+            answer = question.ids[-question.answer :]
+            logprobs = logits.double().log_softmax(-1).gather(1, answer[:, None])
+            found.append((float(logprobs.mean()), bool((logits.argmax(-1) == answer).all())))
+        return found
+
+
+def _by_depth(
+    haystack: Haystack, found: list[tuple[float, bool]], baseline: list[tuple[float, bool]]
+) -> Iterator[Needle]:
+    for depth in DEPTHS:
+        at = [index for index, question in enumerate(haystack.questions) if question.depth == depth]
+        means = [
+            float(np.mean([scores[index][part] for index in at])) for part in (0, 1) for scores in (found, baseline)
+        ]
+        yield Needle(depth, *means)
+
+
+def _ids(tokenizer: Any, text: str) -> Tensor:
+    return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
