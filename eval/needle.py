@@ -66,7 +66,7 @@ def plant(tokenizer: Any, ids: Tensor, context: int, seed: int = 0) -> Haystack:
         answer = _ids(tokenizer, f" {code}")
         questions.append(Question(float(depth), torch.cat((asked, answer)), len(answer)))
     room = context - max(len(question.ids) for question in questions) - sum(map(len, facts))
-    if room < 2 * sum(map(len, facts)) or room > len(ids):
+    if room < sum(map(len, facts)) or room > len(ids):
         raise ValueError(f"{len(facts)} facts do not fit into {context} tokens of this text")
     parts, done = [], 0
     for depth, fact in zip(depths, facts, strict=True):
@@ -128,10 +128,8 @@ def _by_depth(
 ) -> Iterator[Needle]:
     for depth in DEPTHS:
         at = [index for index, question in enumerate(haystack.questions) if question.depth == depth]
-        means = [
-            float(np.mean([scores[index][part] for index in at])) for part in (0, 1) for scores in (found, baseline)
-        ]
-        yield Needle(depth, *means)
+        pairs = [(scores, part) for part in (0, 1) for scores in (found, baseline)]
+        yield Needle(depth, *(float(np.mean([scores[index][part] for index in at])) for scores, part in pairs))
 
 
 def _ids(tokenizer: Any, text: str) -> Tensor:

@@ -83,9 +83,7 @@ def test_the_same_seed_gives_the_same_rows(arguments: dict[str, str], capsys: Ca
     for seed in ("7", "7", "8"):
         assert ppl(arguments, "--json", "--seed", seed) == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
-        documents.append(
-            [{name: value for name, value in row.items() if not name.endswith("seconds")} for row in rows]
-        )
+        documents.append([{name: row[name] for name in row if not name.endswith("seconds")} for row in rows])
     assert documents[0] == documents[1]
     assert documents[0] != documents[2]
 
