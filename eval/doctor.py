@@ -11,10 +11,14 @@ import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
 )
 
 import kvquant
@@ -30,6 +34,7 @@ _REASONS = {
     "conv": "a convolution's state, no keys and values",
     "hybrid": "attention and a recurrent state in one layer",
     "hybrid_sliding": "a window and a recurrent state in one layer",
+    "cross_attention": "attends to an image, whose keys and values do not grow",
     "dummy": "no keys and values of its own: it reads another layer's, or has no attention",
 }
 
@@ -88,7 +93,7 @@ def diagnose_config(config: Any, policy: Any) -> Diagnosis:
     try:
         auto, given = _builder(config)
         if auto is None:
-            return Diagnosis([], [f"{config.model_type} is none of transformers' models that write text"])
+            return Diagnosis([], [f"{config.model_type} is no model that writes text, as far as transformers tells"])
         kinds = layer_kinds(config)
         with torch.device("meta"):
             model = auto.from_config(given)
@@ -114,11 +119,13 @@ def diagnose_config(config: Any, policy: Any) -> Diagnosis:
 
 
 def _builder(config: Any) -> tuple[Any, Any]:
-    """transformers' class that builds the text model of a config, and what to give it; (None, …) if it has none."""
+    """transformers' class that builds the model of a config, or of its text part; (None, …) if it has none."""
     text = decoder_config(config)
     choices = [
         (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, config),
         (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, text),
         (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config),
+        (AutoModelForSpeechSeq2Seq, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, config),
+        (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING, config),
     ]
     return next(((auto, given) for auto, known, given in choices if type(given) in known), (None, config))

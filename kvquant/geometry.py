@@ -5,8 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from .errors import UnsupportedError
+
 if TYPE_CHECKING:
     from torch import nn
+
+CROSS_KIND = "cross_attention"
+"""Layers that attend to an image only (Mllama): transformers calls them full attention."""
 
 COMPRESSED_KIND = "full_attention"
 """The layer kind whose keys and values grow with context and are compressed; all others pass through."""
@@ -37,7 +42,15 @@ def layer_kinds(config: Any) -> list[str]:
     """Kind of each decoder layer (``full_attention``, ``sliding_attention``, ``linear_attention``, …)."""
     from transformers.cache_utils import get_layer_types_and_kwargs
 
-    return list(get_layer_types_and_kwargs(decoder_config(config))[0])
+    decoder = decoder_config(config)
+    try:
+        kinds = list(get_layer_types_and_kwargs(decoder)[0])
+    except Exception as error:  # a config without layers, or one that makes no sense
+        raise UnsupportedError(f"{type(config).__name__} does not tell its layers: {error}") from error
+    for index in getattr(decoder, "cross_attention_layers", None) or ():
+        if index < len(kinds):
+            kinds[index] = CROSS_KIND
+    return kinds
 
 
 def caches_latents(config: Any) -> bool:

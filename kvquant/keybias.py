@@ -37,7 +37,7 @@ class Turn:
 
     def angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines as the model computes them for states of the dtype and device of ``like``."""
-        cos, sin = self.rotary(like.new_empty(0), positions[None], **self.kind)
+        cos, sin = self.rotary.forward(like.new_empty(0), positions[None], **self.kind)  # past any hooks
         return cos, sin
 
     def __call__(self, keys: Tensor, positions: Tensor, like: Tensor) -> Tensor:
@@ -56,17 +56,18 @@ class KeyBias:
     bias: Tensor
     turn: Turn | None
 
-    def __call__(self, first: int, stop: int, like: Tensor) -> Tensor:
-        """The bias in keys at positions ``first ≤ p < stop``: float32 ``[heads, stop − first, dim]``."""
-        keys = self.bias.to(like.device)[:, None].expand(-1, stop - first, -1)
-        return keys if self.turn is None else self.turn(keys, torch.arange(first, stop, device=like.device), like)
+    def __call__(self, positions: Tensor, like: Tensor) -> Tensor:
+        """The bias in keys at ``positions``, int64 ``[tokens]``: float32 ``[heads, tokens, dim]``."""
+        keys = self.bias.to(like.device)[:, None].expand(-1, len(positions), -1)
+        return keys if self.turn is None else self.turn(keys, positions.to(like.device), like)
 
 
 def key_biases(model: nn.Module, layers: Container[int]) -> dict[int, KeyBias]:
     """The key biases of those of ``layers`` that have one which can be removed.
 
     Left out: biases that are zero or on the ``meta`` device, keys that are normalised after their projection, fused
-    projections, and RoPE whose frequencies change with the length of the text.
+    projections, and RoPE whose frequencies change with the length of the text or that turns by several positions at
+    once (image and video models).
     """
     decoder: Any = decoder_module(model)
     found: dict[int, KeyBias] = {}
@@ -98,23 +99,29 @@ def _turns(decoder: Any, attention: nn.Module, index: int) -> Iterator[Turn | No
         rope_type = getattr(rotary, "rope_type", "default")
         if isinstance(rope_type, dict):
             rope_type = rope_type[kind["layer_type"]]
-        if not any(moving in rope_type for moving in MOVING):
+        several = any("mrope" in name for name in getattr(decoder.config, "rope_parameters", None) or {})
+        if not several and not any(moving in rope_type for moving in MOVING):
             yield Turn(rotary, apply, kind, partial=False)
             yield Turn(rotary, apply, kind, partial=True)
     yield None
 
 
 def _fit(attention: Any, bias: Tensor, turn: Turn | None) -> KeyBias | None:
-    """The layer's `KeyBias` under ``turn``, if that is what its attention caches for states of zeros."""
+    """The layer's `KeyBias` under ``turn``, if that is what its attention adds to keys."""
     positions = torch.arange(PROBED, device=bias.device)
+    states = torch.randn(PROBED, attention.k_proj.in_features, generator=torch.Generator().manual_seed(0)).to(bias)
     try:
-        keys = _cached_keys(attention, bias, positions, turn)
-        fitting = KeyBias(bias.float().view(keys.shape[0], keys.shape[2]), turn)
-        expected = fitting(0, PROBED, bias)
+        keys, once, twice = (
+            _cached_keys(attention, times * states, bias, positions, turn).float() for times in (0, 100, 200)
+        )
+        fitting = KeyBias(bias.to(torch.float32, copy=True).view(keys.shape[0], keys.shape[2]), turn)
+        expected = fitting(positions, bias)
     except Exception:  # whatever it is that a foreign attention raises, this is not how it works
         return None
-    # bfloat16 rounds twice on the way.
-    return fitting if torch.allclose(keys.float(), expected, rtol=0.02, atol=0.01 * bias.abs().max().item()) else None
+    # bfloat16 rounds twice on the way. Where twice the states do not move keys twice as far, they are normalised.
+    slack = 0.01 * max(bias.abs().max().item(), twice.abs().max().item())
+    fits = torch.allclose(keys, expected, rtol=0.02, atol=slack)
+    return fitting if fits and torch.allclose(twice - keys, 2 * (once - keys), rtol=0.05, atol=4 * slack) else None
 
 
 class _Caught(Exception):
@@ -127,10 +134,10 @@ class _Net:
 
 
 @torch.no_grad()
-def _cached_keys(attention: Any, bias: Tensor, positions: Tensor, turn: Turn | None) -> Tensor:
-    """The keys ``[heads, tokens, dim]`` an attention layer caches for states of zeros at ``positions``."""
+def _cached_keys(attention: Any, states: Tensor, bias: Tensor, positions: Tensor, turn: Turn | None) -> Tensor:
+    """The keys ``[heads, tokens, dim]`` an attention layer caches for ``states`` at ``positions``."""
     offered: dict[str, Any] = {
-        "hidden_states": bias.new_zeros(1, len(positions), attention.k_proj.in_features),
+        "hidden_states": states[None],
         "position_ids": positions[None],
         "attention_mask": None,
         "cache": _Net(),
@@ -143,8 +150,18 @@ def _cached_keys(attention: Any, bias: Tensor, positions: Tensor, turn: Turn | N
         offered["position_embeddings"] = turn.angles(positions, bias)
     accepted = inspect.signature(attention.forward).parameters
     try:
-        attention.forward(**{name: value for name, value in offered.items() if name in accepted})
+        _without_hooks(attention).forward(**{name: value for name, value in offered.items() if name in accepted})
     except _Caught as caught:
         keys: Tensor = caught.args[0]
         return keys[0]
     raise RuntimeError("the layer caches nothing")
+
+
+def _without_hooks(module: Any) -> Any:
+    """The same module, its tensors shared, without the hooks users put on it and its parts."""
+    bare = object.__new__(type(module))
+    bare.__dict__.update(vars(module))
+    for name in [name for name in vars(module) if name.endswith("_hooks")]:
+        bare.__dict__[name] = type(vars(module)[name])()
+    bare.__dict__["_modules"] = {name: part and _without_hooks(part) for name, part in module._modules.items()}
+    return bare

@@ -22,12 +22,10 @@ from kvquant.errors import CacheStateError
 HEADS, DIM, BLOCK, RECENT, SINKS = 2, 8, 8, 5, 3
 
 
-def ramp(first, stop, like):
+def ramp(positions, like):
     """An offset that depends on head, position and channel, and is far larger than the tokens."""
-    positions = torch.arange(first, stop, dtype=torch.float32)
-    return (
-        50 * torch.cos(positions[None, :, None] * torch.arange(1, DIM + 1)) + torch.tensor([0.0, 99.0])[:, None, None]
-    )
+    angles = positions[None, :, None].float() * torch.arange(1, DIM + 1)
+    return 50 * torch.cos(angles) + torch.tensor([0.0, 99.0])[:, None, None]
 
 
 class Sequence:
@@ -108,7 +106,7 @@ class HistoryMachine(RuleBasedStateMachine):
     def offsets(self, first, stop):
         """What `ramp` adds to columns ``first ≤ c < stop`` of each row."""
         shifts = [sequence.origin - sequence.start for sequence in self.sequences]
-        return torch.stack([ramp(first + shift, stop + shift, None) for shift in shifts])
+        return torch.stack([ramp(torch.arange(first + shift, stop + shift), None) for shift in shifts])
 
     def check_dense(self, history, dense):
         if history.offset:

@@ -192,8 +192,14 @@ def test_positions_may_count_tokens_or_columns(model):
     mask = torch.tensor([[0] * 3 + [1] * 17])
     for positions in ((mask.cumsum(1) - 1).clamp(min=0), torch.arange(20)[None]):
         feed(model, fresh(model), prompt(20), attention_mask=mask, position_ids=positions)
-    with pytest.raises(CacheStateError, match="position_ids of row 0 go on at 7, but the cache holds 0 tokens"):
-        feed(model, fresh(model), prompt(20), position_ids=torch.arange(7, 27)[None])
+    for then in (27, 20):  # some models count from 1, or further
+        cache = fresh(model)
+        feed(model, cache, prompt(20), position_ids=torch.arange(7, 27)[None])
+        feed(model, cache, prompt(5), position_ids=torch.arange(then, then + 5)[None])
+    cache = fresh(model)
+    feed(model, cache, prompt(20), position_ids=torch.arange(7, 27)[None])
+    with pytest.raises(CacheStateError, match="position_ids of row 0 go on at 7, but the cache holds 20 tokens"):
+        feed(model, cache, prompt(20), position_ids=torch.arange(7, 27)[None])
 
 
 def test_masks_that_do_not_fit_the_cache(model):

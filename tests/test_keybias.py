@@ -69,7 +69,7 @@ def test_the_bias_is_what_attention_caches_when_the_projection_gives_nothing(fam
     for index in compressed:
         keys = cache.layers[index].keys[0].float()
         close = {"rtol": 0.02, "atol": 0.1} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
-        torch.testing.assert_close(biases[index](0, 40, cache.layers[index].keys), keys, **close)
+        torch.testing.assert_close(biases[index](torch.arange(40), cache.layers[index].keys), keys, **close)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,15 @@ def test_the_bias_is_what_attention_caches_when_the_projection_gives_nothing(fam
         ("llama", {}),
         ("gpt2", {}),  # its projection is fused
         ("qwen3", {"attention_bias": True}),  # normalised after the bias
+        ("olmo2", {"attention_bias": True}),
+        ("gemma3", {"attention_bias": True}),
+        ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}),
         ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
         ("deepseek_v3", {}),
     ],
 )
 def test_where_it_cannot_be_removed_it_stays(family, changes):
-    model = biased(family, scale=3.0, **changes)
+    model = biased(family, scale=1.0, **changes)  # a bias that its norm leaves nearly as it is
     chosen = policy()
     assert not key_biases(model, range(4))
     assert chosen.resolve(model).describe() == chosen.resolve(model.config).describe()
@@ -101,8 +104,8 @@ def test_probing_runs_no_hooks_and_leaves_the_model_as_it_was():
     model = biased()
     calls = []
     for module in model.modules():
-        if hasattr(module, "k_proj"):
-            module.register_forward_hook(lambda *_: calls.append(1))
+        module.register_forward_hook(lambda *_: calls.append(1))
+        module.register_forward_pre_hook(lambda *_: calls.append(1))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert key_biases(model, range(4))
     assert not calls
@@ -154,8 +157,9 @@ def test_the_bias_follows_the_positions_of_padded_rows(enabled, counted):
     for bias in ("remove", "keep"):
         cache = KVQuantCache.for_model(model, policy("int8", bias, **SMALL))
         feed(model, cache, ids, **kwargs)
-        errors.append(key_error(model, cache, ids, first=48, **kwargs))  # past the block in which padding ends
-    assert cache.rows.rows[1].origin == (0 if counted else 37) - (0 if enabled else 37)
+        errors.append(key_error(model, cache, ids, first=40, **kwargs))  # past the block in which padding ends
+    expected = kwargs.get("position_ids", torch.arange(90).expand(2, -1))[1, 37 if enabled else 0 :]
+    assert torch.equal(torch.cat(cache.rows.rows[1].positions), expected)
     assert errors[0] < 0.02 < errors[1]
 
 
@@ -198,6 +202,49 @@ def test_positions_that_count_padding_give_no_content_keys():
     mask[:, :9] = 0
     cache = KVQuantCache.for_model(model, policy(block_tokens=8, recent_tokens=8))
     feed(model, cache, ids, attention_mask=mask, position_ids=torch.arange(40)[None])
-    assert cache.rows.rows[0].origin == 9
-    with pytest.raises(kvquant.CacheStateError, match="content keys need token ids"):
+    with pytest.raises(kvquant.CacheStateError, match="content keys need tokens at positions 0, 1"):
         cache.content_keys(0)
+
+
+def test_blocks_keep_the_bias_they_were_made_with():
+    model = biased(scale=30.0)
+    cache = KVQuantCache.for_model(model, policy("int8", **SMALL))
+    feed(model, cache, prompt(60))
+    before = cache.layers[0].keys
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.add_(5.0)
+    assert torch.equal(cache.layers[0].keys, before)
+
+
+def right_padded(mask):
+    return {
+        "columns": torch.arange(mask.shape[1]).expand(len(mask), -1),
+        "counted": mask.cumsum(1) - 1,
+        "filled with 0": (mask.cumsum(1) - 1).masked_fill(mask == 0, 0),
+        "filled with 1": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1),
+        "packed": torch.arange(mask.shape[1]).remainder(50).expand(len(mask), -1),
+        "in steps of 2": 2 * torch.arange(mask.shape[1]).expand(len(mask), -1),
+        "from 1000": 1000 + torch.arange(mask.shape[1]).expand(len(mask), -1),
+    }
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("hidden", [slice(80, 120), slice(40, 60), slice(0, 30)])
+@pytest.mark.parametrize("counting", right_padded(torch.ones(1, 1, dtype=torch.long)))
+def test_the_bias_is_at_the_positions_the_model_was_given(counting, hidden, hooked):
+    model = biased(scale=30.0)
+    if hooked:
+        kvquant.enable(model)
+    ids = prompt(120, rows=2)
+    mask = torch.ones_like(ids)
+    mask[1, hidden] = 0
+    kwargs = {"attention_mask": mask, "position_ids": right_padded(mask)[counting]}
+    exact, errors = stock(model), []
+    feed(model, exact, ids, **kwargs)
+    seen = mask.bool()[:, None, :, None]
+    for bias in ("remove", "keep"):
+        cache = KVQuantCache.for_model(model, policy("int4", bias, **SMALL))
+        feed(model, cache, ids, **kwargs)
+        errors.append(((cache.layers[0].keys - exact.layers[0].keys) * seen).square().mean().sqrt().item())
+    assert errors[0] < 0.05 * errors[1]

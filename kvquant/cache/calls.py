@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheStateError
-from .rows import Call, Row, Rows
+from .rows import Call, Rows
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,22 @@ class Calls:
     _announced: _Announced = _Announced()
     _current: Call | None = None
 
-    def announce(self, new: int, ids: Tensor | None, mask: Tensor | None, positions: Tensor | None) -> None:
+    def announce(
+        self, new: int, ids: Tensor | None, mask: Tensor | None, positions: Tensor | None, opaque: bool = False
+    ) -> None:
         """Tell what the next call of ``new`` columns brings; any of the three may be unknown.
 
         Shapes: ``ids`` ``[rows, new]``, ``mask`` ``[rows, columns held + new]`` with 0 for padding, ``positions``
         ``[rows or 1, new]``. A mask that hides anything but left padding makes keys and values depend on more than
         the ids, which are then forgotten. Raises `CacheStateError` where they do not continue the rows.
+        ``opaque`` is for masks of other kinds, which tell nothing.
         """
-        starts, plain = (None, True) if mask is None else self._read_mask(new, mask)
+        starts, plain = (None, not opaque) if mask is None else self._read_mask(new, mask)
         positions = _readable(positions)
-        # Reading values off another device waits for it: worth it once per prompt, not once per token.
-        if positions is not None and (new > 1 or positions.device.type == "cpu"):
-            self._check_positions(starts, positions, mask)
+        # Reading values off another device waits for it: worth it once per prompt, not once per token. Under masks
+        # with holes there are many ways to count.
+        if plain and positions is not None and (new > 1 or positions.device.type == "cpu"):
+            self._check_positions(starts, positions)
         self._announced = _Announced(starts, ids if plain else None, positions)
 
     def take(self, layer: int, batch: int, new: int, positions: Any = None) -> Call:
@@ -68,9 +72,21 @@ class Calls:
         self.held[layer] = held + new
         return call
 
+    def view(self, layer: int) -> Call | None:
+        """What ``layer`` holds, as a call that adds nothing; None if nothing. It may be behind others in a pass."""
+        held = self.held[layer]
+        if not held or held == self.rows.width:
+            return self.rows.view() if held else None
+        assert self._current is not None
+        return self._current
+
     def settle(self) -> None:
-        """Make sure that no pass stopped between layers; `CacheStateError` otherwise."""
-        if behind := sum(held != self.rows.width for held in self.held.values()):
+        """`CacheStateError` where a pass stopped between layers.
+
+        Layers that hold nothing may be skipped by the model; if the first pass just did not reach them, they find out
+        in the next.
+        """
+        if behind := sum(0 < held != self.rows.width for held in self.held.values()):
             raise CacheStateError(
                 f"the last forward pass stopped after {len(self.held) - behind} of {len(self.held)} layers, "
                 f"what the cache holds is incomplete: reset() it"
@@ -80,7 +96,7 @@ class Calls:
         """Forget the last ``columns`` columns of all layers."""
         self.settle()
         self.rows.crop(columns)
-        self.held = dict.fromkeys(self.held, self.rows.width)
+        self.held = {layer: min(held, self.rows.width) for layer, held in self.held.items()}
 
     def fork(self, rows: Rows) -> Calls:
         """The same state over a copy of the rows."""
@@ -131,20 +147,16 @@ class Calls:
                 )
         return starts, starts == counts
 
-    def _check_positions(self, starts: list[int] | None, positions: Tensor, mask: Tensor | None) -> None:
+    def _check_positions(self, starts: list[int] | None, positions: Tensor) -> None:
+        """`CacheStateError` where a row that has begun does not go on where it was."""
         new = positions.shape[1]
-        rows = self.rows.rows or [Row(start=start) for start in starts or [0]]
-        for index, row in enumerate(rows):
-            start = starts[index] if starts and not row.length else row.start
-            fresh = self.rows.width + new - start - row.length
-            if fresh <= 0:
+        for index, row in enumerate(self.rows.rows):
+            fresh = self.rows.width + new - row.start - row.length
+            if not row.length or fresh <= 0:
                 continue
             position = int(positions[index % positions.shape[0], new - fresh])
-            # Positions count real tokens, or columns where the caller ignores padding, or tokens that are not hidden.
-            seen = {row.length, start + row.length}
-            if position not in seen and mask is not None:
-                seen.add(int((mask[index % len(mask), : mask.shape[1] - fresh] != 0).sum()))
-            if position not in seen:
+            # Positions count real tokens, or columns where the caller ignores padding.
+            if position not in (int(row.positions[-1][-1]) + 1, row.length, row.start + row.length):
                 raise CacheStateError(
                     f"position_ids of row {index} go on at {position}, but the cache holds {row.length} tokens of it; "
                     f"pass only tokens the cache has not seen (at least one)"

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from ..arena import SlotPool
 from ..blocks import BlockKey, KVBlock
 from ..errors import CacheStateError, KVQuantWarning, UnsupportedError
-from ..geometry import cache_hazard, decoder_config
+from ..geometry import CROSS_KIND, cache_hazard, decoder_config, decoder_module, takes_cache
 from ..keys import Identity, content_keys, model_fingerprint
 from ..policy import PrecisionPolicy, ResolvedLayer, ResolvedPolicy
 from .calls import Calls
@@ -97,11 +97,11 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         raise UnsupportedError("a layer of a KVQuantCache shares its rows with the others: copy the cache")
 
     def _dense(self, history: History) -> Tensor | None:
-        self.calls.settle()
-        return history.dense(self.calls.rows.view()) if self.columns else None
+        call = self.calls.view(self.index)
+        return None if call is None else history.dense(call)
 
 
-class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
+class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     """A KV cache that compresses all but the last tokens, by a per-layer precision policy.
 
     Build with `for_model` and pass to ``model.generate(…, cache=cache)`` or ``model(…, cache=cache)``. A batch
@@ -124,7 +124,7 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         for layer in resolved.layers:
             if layer.policy is not None:
                 layers[layer.index] = self._layer(layer)
-        super().__init__(layers=layers)
+        Cache.__init__(self, layers=layers)  # a DynamicCache builds its own
 
     @classmethod
     def for_model(
@@ -139,6 +139,8 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         config = getattr(model, "config", model)
         if not hasattr(config, "get_text_config"):
             raise UnsupportedError(f"{type(model).__name__} is neither a transformers model nor its config")
+        if model is not config and not takes_cache(decoder_module(model)):
+            raise UnsupportedError(f"{type(model).__name__} takes no cache: there is nothing to serve")
         if not isinstance(policy, PrecisionPolicy):
             policy = PrecisionPolicy.load(policy)
         if hazard := cache_hazard(config):
@@ -164,16 +166,15 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
         ``input_ids`` ``[rows, new]`` give content keys; a 2-D ``attention_mask`` ``[rows, held + new]`` tells
         left padding, which is then not stored; ``position_ids`` are checked to continue the cache. Masks of other
-        ranks are left to the model. A mask that hides anything but left padding makes keys and values depend on more
-        than the ids, so the rows get no content keys then. Raises `CacheStateError`.
+        kinds are left to the model, and nothing is checked. Where a mask hides anything but left padding, keys and
+        values depend on more than the ids: the rows get no content keys then. Raises `CacheStateError`.
         """
         if new is None:
             if input_ids is None:
                 raise CacheStateError("begin() needs input_ids, or the number of new columns as new=")
             new = input_ids.shape[1]
         mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
-        ids = input_ids if attention_mask is None or mask is not None else None
-        self._calls.announce(new, ids, mask, position_ids)
+        self._calls.announce(new, input_ids, mask, position_ids, opaque=attention_mask is not None and mask is None)
 
     def repeats(self, input_ids: Tensor, attention_mask: Any, position_ids: Any) -> bool:
         """Whether a call brings, at their own positions, just the tokens the cache holds, and one can be taken back.
@@ -211,6 +212,8 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
         layer = self.layers[layer_idx]
         if not isinstance(layer, KVQuantLayer):
             # Before the first compressed layer of a pass, or after it.
+            if self.resolved.layers[layer_idx].kind == CROSS_KIND:
+                return keys, values  # of an image or an audio, not of the text
             if (held := layer.get_seq_length()) not in (width + new, width):
                 raise CacheStateError(
                     f"layer {layer_idx} holds {held} columns, the compressed layers {width}: a pass stopped "
@@ -315,6 +318,8 @@ class KVQuantCache(Cache):  # type: ignore[misc]  # transformers is untyped
             raise CacheStateError("content keys need the model: build the cache with for_model(model, …)")
         if entry.ids is None:
             raise CacheStateError("content keys need token ids: use kvquant.enable(model), or begin(input_ids)")
+        if not entry.at_home():
+            raise CacheStateError("content keys need tokens at positions 0, 1, …; this row's are others")
         identity = Identity(
             model=model_fingerprint(model),
             policy=self.resolved.policy.fingerprint(),

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +23,8 @@ from ..codecs import Codec, Fields
 from ..errors import CacheStateError
 from .rows import Call, Row, RowCall
 
-Offset = Callable[[int, int, Tensor], Tensor]
-"""What is known beforehand at positions ``first ≤ p < stop``: ``(first, stop, like)`` to ``[heads, tokens, dim]``.
+Offset = Callable[[Tensor, Tensor], Tensor]
+"""What is known of tokens at positions int64 ``[tokens]``: ``(positions, like)`` to ``[heads, tokens, dim]``.
 
 ``like`` gives dtype and device of the states.
 """
@@ -62,14 +64,15 @@ class History:
         if not self.tails:
             self.tails = [fresh.new_empty(fresh.shape[1], 0, fresh.shape[3]) for _ in call.rows]
         self.check(fresh)
-        dense = self._dense(fresh, call)
-        with torch.no_grad():
-            for index, row in enumerate(call.rows):
-                if row.fresh:
-                    new = fresh[index, :, call.new - row.fresh :]
-                    self.tails[index] = torch.cat((self.tails[index], new.detach()), dim=1)
-            if call.runs:
-                self._seal(call)
+        with _no_autocast(fresh.device):
+            dense = self._dense(fresh, call)
+            with torch.no_grad():
+                for index, row in enumerate(call.rows):
+                    if row.fresh:
+                        new = fresh[index, :, call.new - row.fresh :]
+                        self.tails[index] = torch.cat((self.tails[index], new.detach()), dim=1)
+                if call.runs:
+                    self._seal(call)
         return dense
 
     def check(self, fresh: Tensor) -> None:
@@ -88,7 +91,8 @@ class History:
     def dense(self, call: Call) -> Tensor:
         """All columns as a call that adds none would attend to them."""
         rows, (heads, _, dim) = len(self.tails), self.tails[0].shape
-        return self._dense(self.tails[0].new_empty(rows, heads, 0, dim), call)
+        with _no_autocast(self.tails[0].device):
+            return self._dense(self.tails[0].new_empty(rows, heads, 0, dim), call)
 
     def block(self, row: Row, number: int) -> CompressedTensor:
         """A copy of what is stored of the ``number``-th span in a row's table."""
@@ -176,7 +180,7 @@ class History:
                 if self.offset is not None:
                     tokens = blocks.flatten(1, 2)[:, offset : offset + count]
                     limit = torch.finfo(out.dtype).max
-                    known = self.offset(row.origin + first, row.origin + first + count, out)
+                    known = self.offset(row.positions[first : first + count], out)
                     target.copy_((tokens + known).clamp_(-limit, limit))
                 elif count == blocks.shape[1] * self.block_tokens:
                     torch.unflatten(target, 1, blocks.shape[1:3]).copy_(blocks)
@@ -217,8 +221,8 @@ class History:
         if sinks:
             self.arena.raw[row.slots[0]] = tokens[:, :sinks].clone()
         if self.offset is not None:
-            first = row.origin + row.sealed
-            tokens = tokens.float() - self.offset(first, first + row.sealing, tokens)
+            known = self.offset(row.positions[row.sealed : row.sealed + row.sealing], tokens)
+            tokens = tokens.float() - known
         place = row.sealed % self.block_tokens
         if place:
             tokens = torch.cat((tokens[:, :1].expand(-1, place, -1), tokens), dim=1)
@@ -226,6 +230,11 @@ class History:
         if sinks and self.sink_tokens < self.block_tokens:
             blocks[0, :, : self.sink_tokens] = blocks[0, :, self.sink_tokens, None]
         return blocks
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Codecs choose their dtypes themselves."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _chunks(fields: Fields, elements: int) -> Iterator[Fields]:

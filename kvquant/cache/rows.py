@@ -18,11 +18,15 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from ..arena import Run, SlotPool
 from ..errors import CacheStateError
+
+MANY_PIECES = 64
 
 _sequences = itertools.count()
 
@@ -41,15 +45,15 @@ class Piece:
 class Row:
     """One sequence. ``ends[i]`` is where the span in ``slots[i]`` ends; ``ids`` is None once some are unknown.
 
-    ``origin`` is the position the model gave the first token: 0 but for callers whose positions count padding.
+    ``positions``, in pieces, are those the model gave the tokens: 0, 1, … unless the caller counts otherwise.
     """
 
     start: int = 0
-    origin: int = 0
     length: int = 0
     slots: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     ids: list[Tensor] | None = field(default_factory=list)
+    positions: list[Tensor] = field(default_factory=list)
     sequence: int = field(default_factory=lambda: next(_sequences))
 
     @property
@@ -57,28 +61,37 @@ class Row:
         """Tokens in blocks; the tail holds the rest."""
         return self.ends[-1] if self.ends else 0
 
+    def at_home(self) -> bool:
+        """Whether the tokens are at positions 0, 1, …"""
+        return not self.length or torch.equal(_joined(self.positions).cpu(), torch.arange(self.length))
+
     def fork(self) -> Row:
         """A copy that is a sequence of its own from here on."""
         ids = None if self.ids is None else list(self.ids)
-        return Row(self.start, self.origin, self.length, list(self.slots), list(self.ends), ids)
+        return Row(self.start, self.length, list(self.slots), list(self.ends), ids, list(self.positions))
 
 
 @dataclass(frozen=True)
 class RowCall:
-    """What one forward call does to a row; ``start`` and ``origin`` are the row's.
+    """What one forward call does to a row; ``start`` and ``pieces`` of positions are the row's.
 
     ``history`` are the blocks from before the call, ``sealed`` the tokens in them. ``fresh`` tokens arrive, the
     last columns of the call. After it, the first ``sealing`` tokens of the tail go into ``slots``.
     """
 
     start: int
-    origin: int
+    pieces: tuple[Tensor, ...]
     history: tuple[Piece, ...]
     sealed: int
     tail: int
     fresh: int
     slots: tuple[int, ...]
     sealing: int
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The position of every token of the row, int64 ``[tokens]``."""
+        return _joined(self.pieces)
 
 
 @dataclass(frozen=True)
@@ -114,27 +127,26 @@ class Rows:
             self.rows += [Row() for _ in starts]
         past = self.width
         self.width = past + new
-        # Reading values off another device waits for it: only while a row has yet to begin.
-        told = positions is not None and new > 0 and not all(row.length for row in self.rows)
-        last = positions[:, -1].tolist() if told and positions is not None else []
         calls = []
         for index, (row, start) in enumerate(zip(self.rows, starts, strict=True)):
             if not row.length:
                 row.start = start
-                row.origin = last[index % len(last)] - (self.width - 1 - start) if last else 0
-            calls.append(self._advance_row(row, ids[index] if ids is not None else None))
+            told = positions[index % len(positions)] if positions is not None else None
+            calls.append(self._advance_row(row, ids[index] if ids is not None else None, told))
         slots = [slot for call in calls for slot in call.slots]
         return Call(past, new, tuple(calls), tuple(self.pool.runs(slots)))
 
-    def _advance_row(self, row: Row, ids: Tensor | None) -> RowCall:
+    def _advance_row(self, row: Row, ids: Tensor | None, positions: Tensor | None) -> RowCall:
         block = self.block_tokens
         history, sealed, tail = self.history(row), row.sealed, row.length - row.sealed
         fresh = self.width - row.start - row.length
         if not 0 <= fresh <= self.width:
             raise CacheStateError(f"a row of {row.length} tokens cannot start at column {row.start}")
         row.length += fresh
-        if ids is None or row.origin:
-            row.ids = None  # keys at other positions than their ids alone would give must not get content keys
+        if fresh:
+            row.positions = _compact([*row.positions, _following(row.positions, fresh, positions)])
+        if ids is None:
+            row.ids = None
         elif row.ids is not None and fresh:
             row.ids.append(ids[len(ids) - fresh :].clone())
         stop = max(sealed, (row.length - self.recent_tokens) // block * block)
@@ -144,12 +156,12 @@ class Rows:
             row.slots += slots
             row.ends += ends
             self._pieces.pop(row.sequence, None)
-        return RowCall(row.start, row.origin, history, sealed, tail, fresh, tuple(slots), stop - sealed)
+        return RowCall(row.start, tuple(row.positions), history, sealed, tail, fresh, tuple(slots), stop - sealed)
 
     def view(self) -> Call:
         """The rows as a call that adds nothing sees them."""
         calls = [
-            RowCall(row.start, row.origin, self.history(row), row.sealed, row.length - row.sealed, 0, (), 0)
+            RowCall(row.start, tuple(row.positions), self.history(row), row.sealed, row.length - row.sealed, 0, (), 0)
             for row in self.rows
         ]
         return Call(self.width, 0, tuple(calls), ())
@@ -185,7 +197,8 @@ class Rows:
             if row.length == self.width - row.start:
                 continue
             row.length = self.width - row.start
-            row.ids = _first_ids(row.ids, row.length)
+            row.ids = None if row.ids is None else _first(row.ids, row.length)
+            row.positions = _first(row.positions, row.length)
             if row.sealed > row.length:
                 keep = sum(first < row.length for first in [0, *row.ends[:-1]])
                 self.pool.release(row.slots[keep:])
@@ -226,13 +239,32 @@ def _give_back(pool: SlotPool, rows: list[Row]) -> None:
         pool.give_back(row.slots)
 
 
-def _first_ids(ids: list[Tensor] | None, count: int) -> list[Tensor] | None:
-    if ids is None:
-        return None
+def _following(before: list[Tensor], count: int, told: Tensor | None) -> Tensor:
+    """Positions of ``count`` more tokens: the last of those told, or on from the last token's."""
+    if told is not None:
+        return told[len(told) - count :].to(torch.int64, copy=True)
+    if not before:
+        return torch.arange(count)
+    return before[-1][-1] + torch.arange(1, count + 1, device=before[-1].device)
+
+
+def _compact(pieces: list[Tensor]) -> list[Tensor]:
+    """The same tensors end to end, in few pieces."""
+    if len(pieces) < MANY_PIECES:
+        return pieces
+    return [_joined(pieces)]
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return torch.cat([piece.to(pieces[-1].device) for piece in pieces])
+
+
+def _first(pieces: list[Tensor], count: int) -> list[Tensor]:
+    """The first ``count`` elements of tensors end to end."""
     kept: list[Tensor] = []
-    for chunk in ids:
+    for piece in pieces:
         if count <= 0:
             break
-        kept.append(chunk[:count])
+        kept.append(piece[:count])
         count -= len(kept[-1])
     return kept
