@@ -12,12 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator
 
-from .look import dress, legend_below, legend_height, new_figure, plain, png, style
+from .look import drawable, dress, legend_below, new_figure, plain, png, style
 from .options import format_context
 from .rows import Bucket, Needle, Row
 
 _WIDTH = 5.6  # inches: two beside each other on a screen, one on a telephone, with letters that can be read
 _MOST_TICKS = 7
+_MOST_DEPTHS = 11  # whose numbers have room beside each other
 _FLOOR = "arithmetic's noise floor"
 _LINEAR_PERCENT = 10.0  # larger losses would press all others flat on a linear axis
 _DODGE = 0.05  # octaves between two policies' intervals at the same context
@@ -33,10 +34,10 @@ def policies(rows: Iterable[Row]) -> list[str]:
 def ppl_plot(rows: Sequence[Row]) -> bytes | None:
     """A PNG of ΔPPL with its 95 % interval against context (log2); None without rows to draw."""
     names = policies(rows)
-    measured = [row for row in rows if row.ppl_delta_pct is not None]
+    measured = [row for row in rows if drawable(row.ppl_delta_pct)]
     if not measured:
         return None
-    figure = new_figure(_WIDTH, 3.6 + legend_height(names, _WIDTH))
+    figure = new_figure(_WIDTH, 3.6)
     axes = figure.add_subplot()
     contexts = _context_axis(axes, measured)
     step = min(_DODGE, 0.6 * _smallest_gap(contexts) / len(names))
@@ -48,7 +49,7 @@ def ppl_plot(rows: Sequence[Row]) -> bytes | None:
         (line,) = axes.plot(x, [row.ppl_delta_pct or 0.0 for row in series], markersize=5, linewidth=1.2, **look)
         legend.append((line, plain(name)))
         for where, row in zip(x, series, strict=True):
-            if row.ppl_delta_ci95 is not None:
+            if row.ppl_delta_ci95 is not None and all(map(drawable, row.ppl_delta_ci95)):
                 axes.vlines(where, *row.ppl_delta_ci95, color=look["color"], linewidth=1.2, alpha=0.7)
     axes.axhline(0, color="black", linewidth=0.8, zorder=1)
     if max(abs(row.ppl_delta_pct or 0.0) for row in measured) > _LINEAR_PERCENT:
@@ -65,10 +66,10 @@ def kl_plot(rows: Sequence[Row]) -> bytes | None:
     Policies whose every KL is 0 are named as exact, for a log axis has no place for them.
     """
     names = policies(rows)
-    measured = [row for row in rows if row.kl_mean is not None]
+    measured = [row for row in rows if drawable(row.kl_mean)]
     if not any(row.kl_mean for row in measured):
         return None
-    figure = new_figure(_WIDTH, 3.6 + legend_height([*names, _FLOOR], _WIDTH))
+    figure = new_figure(_WIDTH, 3.6)
     axes = figure.add_subplot()
     _context_axis(axes, measured)
     legend: Series = []
@@ -93,7 +94,7 @@ def position_plot(rows: Sequence[Row], names: Sequence[str]) -> bytes | None:
     buckets = {row.policy: sorted(row.by_position, key=lambda bucket: bucket.first) for row in rows if row.by_position}
     if not buckets:
         return None
-    figure = new_figure(_WIDTH, 5.2 + legend_height([*buckets, _FLOOR], _WIDTH))
+    figure = new_figure(_WIDTH, 5.2)
     upper, lower = figure.subplots(2, 1, sharex=True)
     place = _position_axis(lower, [bucket for series in buckets.values() for bucket in series])
     legend: Series = []
@@ -135,7 +136,7 @@ def needle_plot(rows: Sequence[Row]) -> bytes | None:
             cells[line, depths.index(needle.depth)] = needle.logprob
     image = axes.imshow(cells, cmap="cividis", aspect="auto")
     middle = (np.nanmin(cells) + np.nanmax(cells)) / 2
-    for line, needles in enumerate(lines.values()):
+    for line, needles in enumerate(lines.values() if len(depths) <= _MOST_DEPTHS else ()):
         for needle in needles:
             axes.text(
                 depths.index(needle.depth),
@@ -146,7 +147,8 @@ def needle_plot(rows: Sequence[Row]) -> bytes | None:
                 horizontalalignment="center",
                 verticalalignment="center",
             )
-    axes.set_xticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
+    told = range(0, len(depths), -(-len(depths) // _MOST_DEPTHS))
+    axes.set_xticks(told, [f"{depths[place]:.0%}" for place in told], fontsize=8)
     axes.set_yticks(range(len(lines)), list(lines), fontsize=8)
     axes.set_xlabel("depth of the needle, share of the context")
     axes.set_title(f"Needles, {format_context(rows[0].context)} tokens", loc="left", fontsize=10.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -18,6 +18,7 @@ MARKERS = "osD^vPX<>*h"  # as many as do not share a divisor with the colours
 _LINES = ("-", "--", ":", "-.")
 _LONGEST_NAME = 40
 _LEGEND_POINTS = 9
+_LARGEST = 1e30
 _COLOURS_IN_FILE = 128  # a third of the bytes of one with all shades of the letters' edges
 
 
@@ -30,17 +31,25 @@ def style(index: int) -> dict[str, Any]:
     }
 
 
+def drawable(value: float | None) -> TypeGuard[float]:
+    """Whether there is a number that an axis can show: a broken policy's perplexity may be as large as floats go."""
+    return value is not None and abs(value) < _LARGEST
+
+
 def printable(text: str) -> str:
     """The text with a blank for each character that controls, rather than shows, something."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
+def shortened(name: str, longest: int) -> str:
+    """A name of at most ``longest`` characters: what is too much goes from its middle."""
+    head = longest * 2 // 3
+    return name if len(name) <= longest else f"{name[:head]}…{name[head + 1 - longest :]}"
+
+
 def plain(name: str) -> str:
-    """A name as a picture shows it: shortened in its middle, and without the meaning ``$`` has to matplotlib."""
-    name = printable(name)
-    if len(name) > _LONGEST_NAME:
-        name = f"{name[:25]}…{name[-14:]}"
-    return name.replace("$", r"\$")
+    """A name as a picture shows it: short, and without the meaning ``$`` has to matplotlib."""
+    return shortened(printable(name), _LONGEST_NAME).replace("$", r"\$")
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -73,26 +82,19 @@ def dress(axes: Axes, title: str = "") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def legend_height(names: Sequence[str], width: float) -> float:
-    """The inches a legend below a figure of ``width`` inches takes."""
-    return 0.15 + 0.19 * -(-len(names) // _legend_columns(names, width))
-
-
 def legend_below(figure: Figure, series: Sequence[tuple[Artist, str]]) -> None:
-    """A legend of handles and names under the axes."""
+    """A legend of handles and names under the axes, by which the figure grows."""
     names = [name for _, name in series]
+    longest = max(map(len, names))
+    columns = max(1, min(len(names), 4, int(figure.get_figwidth() / (0.65 + 0.075 * longest))))
+    figure.set_figheight(figure.get_figheight() + 0.15 + 0.19 * -(-len(names) // columns))
     figure.legend(
         [handle for handle, _ in series],
         names,
         loc="outside lower left",
-        ncols=_legend_columns(names, figure.get_figwidth()),
+        ncols=columns,
         fontsize=_LEGEND_POINTS,
         frameon=False,
         handlelength=2.6,
         columnspacing=1.2,
     )
-
-
-def _legend_columns(names: Sequence[str], width: float) -> int:
-    longest = max(map(len, names), default=1)
-    return max(1, min(len(names), 4, int(width / (0.65 + 0.075 * longest))))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .curves import kl_plot, needle_plot, policies, position_plot, ppl_plot
-from .look import printable
+from .look import printable, shortened
 from .options import format_context
 from .plot import fidelity_plot
 from .report import GENERATOR, Report
@@ -18,6 +18,7 @@ from .rows import Row
 from .table import columns
 
 _NOT_RECORDED = "not recorded"
+_LONGEST_NAME = 100
 
 _ALTERNATIVES = {
     "bytes": "Plot of KL, log scale, against the share of 16-bit bytes; the table holds its numbers.",
@@ -176,7 +177,7 @@ def _rows(rows: Sequence[Row]) -> str:
     for context in dict.fromkeys(row.context for row in rows):
         lines = []
         for row in (row for row in rows if row.context == context):
-            head = f'<th scope="row">{_text(row.policy)}</th>'
+            head = f'<th scope="row">{_text(shortened(row.policy, _LONGEST_NAME))}</th>'
             told = row.reason if row.status == "ok" else f"{row.status}: {row.reason or 'no reason given'}"
             if row.status == "ok":
                 cells = [

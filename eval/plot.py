@@ -11,7 +11,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import PercentFormatter
 from matplotlib.transforms import Bbox
 
-from .look import COLORS, MARKERS, draw, dress, legend_below, new_figure, plain, png
+from .look import COLORS, MARKERS, draw, drawable, dress, legend_below, new_figure, plain, png
 from .options import format_context
 from .rows import Row
 
@@ -47,7 +47,7 @@ def fidelity_plot(rows: Sequence[Row]) -> bytes | None:
     points = _points(rows)
     if not points:
         return None
-    figure = new_figure(8, 5.2)
+    figure = new_figure(8, 4.9)
     axes = figure.add_subplot()
     legend: list[tuple[Artist, str]] = []
     for index, context in enumerate(dict.fromkeys(point.context for point in points)):
@@ -82,12 +82,12 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
 
 
 def _points(rows: Sequence[Row]) -> list[Point]:
-    positive = [row.kl_mean for row in rows if row.kl_mean is not None and row.kl_mean > 0]
+    positive = [row.kl_mean for row in rows if drawable(row.kl_mean) and row.kl_mean > 0]
     floor = min(positive) / 10 if positive else 1e-6
     return [
         Point(row.policy, row.context, row.kv_ratio, max(row.kl_mean, floor), row.kl_mean <= 0)
         for row in rows
-        if row.status == "ok" and row.kl_mean is not None and row.kv_ratio is not None
+        if row.status == "ok" and drawable(row.kl_mean) and drawable(row.kv_ratio)
     ]
 
 

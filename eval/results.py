@@ -17,6 +17,7 @@ from .rows import Row
 
 # What folders of earlier releases lack. Without these a `Report` would tell of this process instead.
 _NOT_RECORDED: dict[str, Any] = {"date": "", "versions": {}, "machine": {}, "facts": {}, "policies": {}}
+_LONGEST_CONTEXT = 10**18  # tokens
 _COMMAND = "kvquant ppl "
 _REPORTS = TypeAdapter(list[Report], config=ConfigDict(allow_inf_nan=False))  # a list, because it takes a config
 
@@ -28,7 +29,7 @@ def read(folder: Path) -> Report:
     """
     path = folder / "rows.json"
     try:
-        document = json.loads(path.read_bytes(), parse_constant=_refuse)
+        document = _without_nulls(json.loads(path.read_bytes(), parse_constant=_refuse))
     except OSError as error:
         raise InputError(
             f"{path}: {error.strerror or error}; allowed: folders that `kvquant ppl --out` wrote"
@@ -39,14 +40,15 @@ def read(folder: Path) -> Report:
         raise InputError(f"{path}: holds no results; allowed: what `kvquant ppl --out` wrote")
     if not document["command"].startswith(_COMMAND):
         raise InputError(f"{path}: of `{document['command'][:60]}`; allowed: of `kvquant ppl`")
-    rows = _without_nulls(document.get("rows"))
-    present = {name: value for name, value in document.items() if value is not None}
     try:
-        (report,) = _REPORTS.validate_python([_NOT_RECORDED | present | {"rows": rows}])
+        (report,) = _REPORTS.validate_python([_NOT_RECORDED | document])
     except ValidationError as error:
         raise InputError(f"{path}: {_complaint(error)}") from None
     if not report.rows:
         raise InputError(f"{path}: no rows")
+    for index, row in enumerate(report.rows):
+        if not 1 <= row.context <= _LONGEST_CONTEXT:
+            raise InputError(f"{path}: rows[{index}].context: {str(row.context)[:20]} is not a number of tokens")
     return report
 
 

@@ -9,6 +9,7 @@ from .options import format_context
 from .rows import Row
 
 NOTHING = "–"
+_MANY_DIGITS = 1e7
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,15 @@ class Column:
 
 
 def number(value: float | None, form: str) -> str:
-    """A number in the format ``form``, a dash for None."""
-    return NOTHING if value is None else format(value, form)
+    """A number in the format ``form``, or in few digits where that would take many; a dash for None."""
+    if value is None:
+        return NOTHING
+    return format(value, form if abs(value) < _MANY_DIGITS else ".3g")
 
 
 def _interval(row: Row) -> str:
     interval = row.ppl_delta_ci95
-    return NOTHING if interval is None else f"{interval[0]:+.3f} … {interval[1]:+.3f}"
+    return NOTHING if interval is None else " … ".join(number(end, "+.3f") for end in interval)
 
 
 def _beside(value: float | None, baseline: float | None, form: str) -> str:
