@@ -21,7 +21,7 @@ _MOST_TICKS = 7
 _MOST_DEPTHS = 11  # whose numbers have room beside each other
 _FLOOR = "arithmetic's noise floor"
 _LINEAR_PERCENT = 10.0  # larger losses would press all others flat on a linear axis
-_DODGE = 0.05  # octaves between two policies' intervals at the same context
+_DODGE = 0.04  # between two policies at the same context, of the room to the next
 
 Series = list[tuple[Artist, str]]
 
@@ -39,13 +39,12 @@ def ppl_plot(rows: Sequence[Row]) -> bytes | None:
         return None
     figure = new_figure(_WIDTH, 3.6)
     axes = figure.add_subplot()
-    contexts = _context_axis(axes, measured)
-    step = min(_DODGE, 0.6 * _smallest_gap(contexts) / len(names))
+    place = _context_axis(axes, measured, len(names))
     legend: Series = []
     for index, name in enumerate(names):
         look = style(index)
         series = sorted((row for row in measured if row.policy == name), key=lambda row: row.context)
-        x = [math.log2(row.context) + (index - (len(names) - 1) / 2) * step for row in series]
+        x = [place(row, index) for row in series]
         (line,) = axes.plot(x, [row.ppl_delta_pct or 0.0 for row in series], markersize=5, linewidth=1.2, **look)
         legend.append((line, plain(name)))
         for where, row in zip(x, series, strict=True):
@@ -71,11 +70,11 @@ def kl_plot(rows: Sequence[Row]) -> bytes | None:
         return None
     figure = new_figure(_WIDTH, 3.6)
     axes = figure.add_subplot()
-    _context_axis(axes, measured)
+    place = _context_axis(axes, measured, len(names))
     legend: Series = []
     for index, name in enumerate(names):
         series = sorted((row for row in measured if row.policy == name), key=lambda row: row.context)
-        legend.append(_log_line(axes, index, name, [(math.log2(row.context), row.kl_mean or 0.0) for row in series]))
+        legend.append(_log_line(axes, index, name, [(place(row, index), row.kl_mean or 0.0) for row in series]))
     floors = {row.context: row.kl_floor for row in sorted(measured, key=lambda row: row.context) if row.kl_floor}
     if floors:
         legend.append(_floor_line(axes, [math.log2(context) for context in floors], list(floors.values())))
@@ -172,11 +171,16 @@ def _floor_line(axes: Axes, x: Sequence[float], y: Sequence[float]) -> tuple[Art
     return line, _FLOOR
 
 
-def _context_axis(axes: Axes, rows: Sequence[Row]) -> list[int]:
-    """Makes x the log2 of the context in tokens, ticked where rows are; returns the contexts, ascending."""
+def _context_axis(axes: Axes, rows: Sequence[Row], policies: int) -> Callable[[Row, int], float]:
+    """Makes x the log2 of the context in tokens, ticked where rows are.
+
+    Returns where a row of the policy of some index stands: beside those of the other policies at its context.
+    """
     contexts = sorted({row.context for row in rows})
     places = [math.log2(context) for context in contexts]
-    margin = 0.35 if len(contexts) > 1 else 1.0
+    gap = min((b - a for a, b in pairwise(places)), default=3.0)  # octaves; a single context has more room
+    step = gap * min(_DODGE, 0.6 / policies)
+    margin = step * policies / 2 + 0.1 * gap
     axes.set_xlim(places[0] - margin, places[-1] + margin)
     ticks = places[:1]
     for place in places[1:]:  # as many as have room for their names
@@ -185,12 +189,7 @@ def _context_axis(axes: Axes, rows: Sequence[Row]) -> list[int]:
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_context(round(2**x))))
     axes.set_xlabel("context, tokens")
-    return contexts
-
-
-def _smallest_gap(contexts: Sequence[int]) -> float:
-    """Octaves between the two nearest contexts; 1 if there is only one."""
-    return min((math.log2(b / a) for a, b in pairwise(contexts)), default=1.0)
+    return lambda row, index: math.log2(row.context) + (index - (policies - 1) / 2) * step
 
 
 def _position_axis(axes: Axes, buckets: Sequence[Bucket]) -> Callable[[Bucket], float]:

@@ -151,7 +151,7 @@ def _section(one: Group, drawn: Mapping[str, tuple[bytes, str]], reports: Sequen
     maps = dict.fromkeys(text for report in reports for text in report.policies.values())
     parts = [
         f'<p class="soft">Text: {_marked(text) or _NOT_RECORDED}.<br>Measured: {_text(one.protocol)}, '
-        f"{_text(one.dtype)}.<br>Date: {dates}.</p>",
+        f"{_text(one.dtype)}.<br>Date: {dates}.<br>From: {_text(', '.join(one.folders))}.</p>",
         f'<p class="warn">{len(bad)} of {len(one.rows)} rows failed or were skipped.</p>' if bad else "",
         _rows(one.rows),
         '<p class="soft">KL in nats per token from the uncompressed cache, on the same tokens; in brackets, the '

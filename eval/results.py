@@ -18,7 +18,7 @@ from .rows import Row
 # What folders of earlier releases lack. Without these a `Report` would tell of this process instead.
 _NOT_RECORDED: dict[str, Any] = {"date": "", "versions": {}, "machine": {}, "facts": {}, "policies": {}}
 _LONGEST_CONTEXT = 10**18  # tokens
-_COMMAND = "kvquant ppl "
+_COMMAND = ["kvquant", "ppl"]
 _REPORTS = TypeAdapter(list[Report], config=ConfigDict(allow_inf_nan=False))  # a list, because it takes a config
 
 
@@ -38,7 +38,7 @@ def read(folder: Path) -> Report:
         raise InputError(f"{path}: not JSON: {one_line(error)}") from error
     if not isinstance(document, dict) or not isinstance(document.get("command"), str):
         raise InputError(f"{path}: holds no results; allowed: what `kvquant ppl --out` wrote")
-    if not document["command"].startswith(_COMMAND):
+    if document["command"].split()[:2] != _COMMAND:
         raise InputError(f"{path}: of `{document['command'][:60]}`; allowed: of `kvquant ppl`")
     try:
         (report,) = _REPORTS.validate_python([_NOT_RECORDED | document])
