@@ -125,7 +125,7 @@ _REPORT_HELP = """One page, with plots, of what `kvquant ppl --out` wrote; it ne
 
 @app.command(help=_REPORT_HELP)
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that kvquant ppl --out wrote.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders that kvquant ppl --out wrote.")],
     out: Annotated[
         Path | None,
         typer.Option(

@@ -141,7 +141,8 @@ def prepare_page(path: Path) -> None:
     foreign = [path] if path.exists() else _pictures(path)
     if foreign and not _is_page(path):
         raise InputError(
-            f"--out: {foreign[0]}: not of an earlier `kvquant report` and would be replaced; allowed: another name, or that file gone"
+            f"--out: {foreign[0]}: not of an earlier `kvquant report` and would be replaced; "
+            "allowed: another name, or that file gone"
         )
 
 
