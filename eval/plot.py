@@ -23,6 +23,10 @@ _PLACES = (
     ((0, -8), "center", "top"),
     ((-8, 0), "right", "center"),
     ((8, 0), "left", "center"),
+    ((8, 3), "left", "bottom"),
+    ((8, -3), "left", "top"),
+    ((-8, 3), "right", "bottom"),
+    ((-8, -3), "right", "top"),
 )
 
 
@@ -109,7 +113,8 @@ def _label(axes: Axes, points: Sequence[Point]) -> None:
     pixels = axes.transData.transform([(point.ratio, point.kl) for point in points])
     half = _MARKER_POINTS / 2 * axes.figure.dpi / 72
     taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in pixels]
-    for point in {point.policy: point for point in points}.values():
+    named = {point.policy: point for point in points}.values()
+    for point in sorted(named, key=lambda point: -point.kl):  # from above, so that the first place is the upper one's
         label = axes.annotate(
             plain(point.policy) + (" (exact)" if point.exact else ""),
             (point.ratio, point.kl),
