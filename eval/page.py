@@ -154,8 +154,10 @@ def _section(one: Group, drawn: Mapping[str, tuple[bytes, str]], reports: Sequen
         f"{_text(one.dtype)}.<br>Date: {dates}.<br>From: {_text(', '.join(one.folders))}.</p>",
         f'<p class="warn">{len(bad)} of {len(one.rows)} rows failed or were skipped.</p>' if bad else "",
         _rows(one.rows),
-        '<p class="soft">KL in nats per token from the uncompressed cache, on the same tokens; in brackets, the '
-        "uncompressed cache's own.</p>",
+        '<p class="soft">KL in nats per token from the uncompressed cache, on the same tokens. Of needles, the '
+        "uncompressed cache's own number is in brackets.</p>"
+        if any(row.needle_logprob is not None for row in one.rows)
+        else '<p class="soft">KL in nats per token from the uncompressed cache, on the same tokens.</p>',
         '<p class="warn">Contexts with RoPE scaling lie beyond what the model was made for: positions are scaled, for '
         "the uncompressed cache too.</p>"
         if any(row.rope_scaling for row in one.rows)
