@@ -138,6 +138,40 @@ def ppl(
     return EXIT_OK if all(row.status == "ok" for row in result.rows) else EXIT_ROWS
 
 
+_REPORT_HELP = """One page, with plots, of what `kvquant ppl --out` wrote; it needs nothing else to be read.
+
+[bold]Examples[/bold]
+
+  kvquant report results
+
+  kvquant report results-a results-b --out both.html
+"""
+
+
+@app.command(help=_REPORT_HELP)
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders that kvquant ppl --out wrote.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The page; its plots go beside it as PNG. Default: report.html in DIR, if there is only one."
+        ),
+    ] = None,
+) -> int:
+    """See `_REPORT_HELP`."""
+    from .page import render
+    from .report import prepare_page, write_page
+    from .results import default_page, read_all
+
+    with _only_our_output() as (_, say):
+        reports = read_all(folders)
+        page = out or default_page(folders)
+        prepare_page(page)
+        say(f"{len(write_page(page, *render(reports))) - 1} plots beside the page")
+    print(page)
+    return EXIT_OK
+
+
 _PREFILL_HELP = """What compressing adds to the time of reading a prompt.
 
 [bold]Example[/bold]

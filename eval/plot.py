@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import PercentFormatter
 from matplotlib.transforms import Bbox
 
+from .look import COLORS, MARKERS, draw, drawable, dress, legend_below, new_figure, plain, png
 from .options import format_context
 from .rows import Row
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # for all kinds of eyes
-_MARKERS = "osD^vPX"
 _MARKER_POINTS = 8
 
 # Where a label may stand beside its marker, best first: offset in points, horizontal and vertical alignment.
@@ -25,11 +23,17 @@ _PLACES = (
     ((0, -8), "center", "top"),
     ((-8, 0), "right", "center"),
     ((8, 0), "left", "center"),
+    ((8, 3), "left", "bottom"),
+    ((8, -3), "left", "top"),
+    ((-8, 3), "right", "bottom"),
+    ((-8, -3), "right", "top"),
 )
 
 
 @dataclass(frozen=True)
-class _Point:
+class Point:
+    """A row as the picture shows it: bytes as a share of 16 bits an element, KL in nats per token."""
+
     policy: str
     context: int
     ratio: float
@@ -40,73 +44,85 @@ class _Point:
 def fidelity_plot(rows: Sequence[Row]) -> bytes | None:
     """A PNG of KL (log) against the share of the 16-bit bytes, a series per context; None without rows to draw.
 
-    Lossless rows (KL exactly 0) have no place on a log axis: they stand near its lower edge, marked as exact.
+    A line of the series' colour is its Pareto front: the least KL to be had for at most so many bytes. A grey line
+    joins a policy's contexts. Lossless rows (KL 0) have no place on a log axis: they stand near its lower edge,
+    marked as exact.
     """
     points = _points(rows)
     if not points:
         return None
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure = new_figure(8, 4.9)
     axes = figure.add_subplot()
+    legend: list[tuple[Artist, str]] = []
     for index, context in enumerate(dict.fromkeys(point.context for point in points)):
         series = [point for point in points if point.context == context]
-        axes.plot(
+        color = COLORS[index % len(COLORS)]
+        (markers,) = axes.plot(
             [point.ratio for point in series],
             [point.kl for point in series],
             linestyle="none",
-            marker=_MARKERS[index % len(_MARKERS)],
-            color=_COLORS[index % len(_COLORS)],
+            marker=MARKERS[index % len(MARKERS)],
+            color=color,
             markersize=_MARKER_POINTS,
             zorder=3,
-            label=f"{format_context(context)} tokens",
         )
-    _dress(axes, points, f"{rows[0].model}: fidelity against bytes ({rows[0].protocol}, {rows[0].dtype})")
-    canvas.draw()  # type: ignore[no-untyped-call]  # fixes the layout, so that labels can be placed in pixels
+        legend.append((markers, f"{format_context(context)} tokens"))
+        front = pareto_front(series)
+        axes.plot([p.ratio for p in front], [p.kl for p in front], color=color, linewidth=1.2, drawstyle="steps-post")
+    _dress(axes, points, f"{plain(rows[0].model)}: fidelity against bytes ({rows[0].protocol}, {rows[0].dtype})")
+    legend_below(figure, legend)
+    draw(figure)  # fixes the layout, so that labels can be placed in pixels
     _label(axes, points)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return png(figure)
 
 
-def _points(rows: Sequence[Row]) -> list[_Point]:
-    positive = [row.kl_mean for row in rows if row.kl_mean]
+def pareto_front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other beats in bytes without losing in KL, by bytes."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.ratio, point.kl)):
+        if not front or point.kl < front[-1].kl:
+            front.append(point)
+    return front
+
+
+def _points(rows: Sequence[Row]) -> list[Point]:
+    positive = [row.kl_mean for row in rows if drawable(row.kl_mean) and row.kl_mean > 0]
     floor = min(positive) / 10 if positive else 1e-6
     return [
-        _Point(row.policy, row.context, row.kv_ratio, row.kl_mean or floor, not row.kl_mean)
+        Point(row.policy, row.context, row.kv_ratio, max(row.kl_mean, floor), row.kl_mean <= 0)
         for row in rows
-        if row.status == "ok" and row.kl_mean is not None and row.kv_ratio is not None
+        if row.status == "ok" and drawable(row.kl_mean) and drawable(row.kv_ratio)
     ]
 
 
-def _dress(axes: Axes, points: Sequence[_Point], title: str) -> None:
+def _dress(axes: Axes, points: Sequence[Point], title: str) -> None:
     for policy in dict.fromkeys(point.policy for point in points):
         path = [point for point in points if point.policy == policy]
-        axes.plot([p.ratio for p in path], [p.kl for p in path], color="#bbbbbb", linewidth=1, zorder=2)
+        axes.plot([p.ratio for p in path], [p.kl for p in path], color="#bbbbbb", linewidth=1, zorder=1)
     axes.set_yscale("log")
     axes.set_xlim(0, max(1.0, *(point.ratio for point in points)) * 1.04)
     axes.set_ylim(min(point.kl for point in points) / 2.5, max(point.kl for point in points) * 2.5)
     axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     axes.set_xlabel("KV cache bytes, share of 16 bits an element")
     axes.set_ylabel("KL from the uncompressed cache, nats per token")
-    axes.set_title(title, loc="left")
-    axes.grid(True, color="#e4e4e4", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper right")
+    dress(axes, title)
 
 
-def _label(axes: Axes, points: Sequence[_Point]) -> None:
+def _label(axes: Axes, points: Sequence[Point]) -> None:
     """Names each policy once, at its longest context, where it covers no marker and no other name if possible."""
     pixels = axes.transData.transform([(point.ratio, point.kl) for point in points])
     half = _MARKER_POINTS / 2 * axes.figure.dpi / 72
     taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in pixels]
-    for point in {point.policy: point for point in points}.values():
+    named = {point.policy: point for point in points}.values()
+    for point in sorted(named, key=lambda point: -point.kl):  # from above, so that the first place is the upper one's
         label = axes.annotate(
-            f"{point.policy} (exact)" if point.exact else point.policy,
+            plain(point.policy) + (" (exact)" if point.exact else ""),
             (point.ratio, point.kl),
             xytext=(0, 0),
             textcoords="offset points",
             fontsize=9,
             zorder=4,
+            path_effects=[withStroke(linewidth=2.5, foreground="white")],
         )
         for place in (*_PLACES, _PLACES[0]):  # the first again if none is free
             offset, horizontal, vertical = place

@@ -1,32 +1,31 @@
 """Writes results to a folder: the one place in the project that does.
 
-``rows.json`` (what ``--json`` prints), ``rows.csv``, ``plot.png`` and a ``README.md`` for people. Each file is
-replaced as a whole, so a reader never meets half a file.
+``rows.json`` (what ``--json`` prints), ``rows.csv``, ``plot.png`` and a ``README.md`` for people; and the page that
+`kvquant report` makes of such folders. Each file is replaced as a whole, so a reader never meets half a file.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import pandas as pd
 
-from .environment import machine, versions
+from . import environment
 from .errors import InputError
 from .options import format_context
 from .plot import fidelity_plot
 from .rows import COLUMNS, Row
+from .table import columns
 
 _NAMES = ("rows.json", "rows.csv", "plot.png", "README.md")
-_HEADINGS = (
-    *("policy", "context", "PPL", "ΔPPL %", "95 %", "KL mean", "KL p99"),
-    *("top-1", "tokens", "bytes", "bits", "s"),
-)
+GENERATOR = '<meta name="generator" content="kvquant report">'  # by which an earlier page is known
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class Report:
     """A finished command: the line as typed, its rows, and what a reader needs to know beyond them.
 
     ``facts`` are shown as a list (text, BOS rule, …); ``policies`` maps a policy to its per-layer map, as text.
+    ``versions`` and ``machine`` are of the process that ran the command.
     """
 
     command: str
@@ -41,10 +41,20 @@ class Report:
     rows: Sequence[Row]
     facts: Mapping[str, str]
     policies: Mapping[str, str]
+    versions: Mapping[str, Any] = field(default_factory=environment.versions)
+    machine: Mapping[str, Any] = field(default_factory=environment.machine)
 
     def document(self) -> dict[str, Any]:
         """What ``--json`` prints and ``rows.json`` holds."""
-        return document(self.command, self.rows)
+        return {
+            "command": self.command,
+            "date": self.date,
+            "versions": dict(self.versions),
+            "machine": dict(self.machine),
+            "facts": dict(self.facts),
+            "policies": dict(self.policies),
+            "rows": [row.as_dict() for row in self.rows],
+        }
 
 
 class AnyRow(Protocol):
@@ -55,11 +65,11 @@ class AnyRow(Protocol):
 
 
 def document(command: str, rows: Sequence[AnyRow]) -> dict[str, Any]:
-    """What every command's ``--json`` prints."""
+    """What ``--json`` of a command without a report prints."""
     return {
         "command": command,
-        "versions": versions(),
-        "machine": machine(),
+        "versions": environment.versions(),
+        "machine": environment.machine(),
         "rows": [row.as_dict() for row in rows],
     }
 
@@ -74,18 +84,22 @@ def prepare(folder: Path) -> None:
 
     Raises `InputError`, also where writing would replace somebody's files rather than an earlier report.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        foreign = [name for name in _NAMES if (folder / name).exists() and not _is_report(folder)]
-    except OSError as error:
-        raise InputError(f"--out: {folder}: {error.strerror or error}; allowed: a folder I can write to") from error
+    _make_writable(folder)
+    foreign = [name for name in _NAMES if (folder / name).exists() and not _is_report(folder)]
     if foreign:
         raise InputError(
             f"--out: {folder}: its {foreign[0]} is not an earlier report's and would be replaced; "
             "allowed: a new folder, or one with a report"
         )
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"--out: {folder}: {error.strerror or error}; allowed: a folder I can write to") from error
 
 
 def _is_report(folder: Path) -> bool:
@@ -97,12 +111,11 @@ def _is_report(folder: Path) -> bool:
 
 def write(folder: Path, report: Report) -> None:
     """Writes the whole report. Raises `InputError` if the folder can't be written any more."""
-    contents = report.document()
     plot = fidelity_plot(report.rows)
     files = {
-        "rows.json": to_json(contents).encode(),
+        "rows.json": to_json(report.document()).encode(),
         "rows.csv": _csv(report.rows).encode(),
-        "README.md": _readme(report, contents, plot is not None).encode(),
+        "README.md": _readme(report, plot is not None).encode(),
     }
     try:
         for name, data in files.items():
@@ -113,6 +126,55 @@ def write(folder: Path, report: Report) -> None:
             (folder / "plot.png").unlink(missing_ok=True)  # an earlier run's picture would not belong to these rows
     except OSError as error:
         raise InputError(f"--out: {folder}: {error.strerror or error}") from error
+
+
+def prepare_page(path: Path) -> None:
+    """Proves that a page and its pictures can be written to ``path`` and beside it, making its folder.
+
+    Raises `InputError`, also where somebody's files rather than an earlier page would be replaced.
+    """
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--out: {path}: not the name of a page; allowed: a file ending in .html")
+    _make_writable(path.parent)
+    if path.is_dir():
+        raise InputError(f"--out: {path}: Is a directory; allowed: a file ending in .html")
+    foreign = [path] if path.exists() else _pictures(path)
+    if foreign and not _is_page(path):
+        raise InputError(
+            f"--out: {foreign[0]}: not of an earlier `kvquant report` and would be replaced; "
+            "allowed: another name, or that file gone"
+        )
+
+
+def write_page(path: Path, page: str, pictures: Mapping[str, bytes]) -> list[Path]:
+    """Writes a page, and each picture (PNG) beside it under the page's name and its own; returns all paths.
+
+    Pictures of an earlier page of this name go. Raises `InputError` if the folder can't be written any more.
+    """
+    files = {path: page.encode()}
+    files |= {path.with_name(f"{path.stem}-{name}.png"): picture for name, picture in pictures.items()}
+    try:
+        for file, data in files.items():
+            _replace(file, data)
+        for file in set(_pictures(path)) - set(files):
+            file.unlink()
+    except OSError as error:
+        raise InputError(f"--out: {path}: {error.strerror or error}") from error
+    return list(files)
+
+
+def _pictures(path: Path) -> list[Path]:
+    """The pictures that stand beside a page."""
+    named = re.compile(re.escape(path.stem) + r"(-group\d+)?-(bytes|ppl|kl|positions-\d+|needles-\d+)\.png")
+    return [file for file in path.parent.iterdir() if named.fullmatch(file.name)]
+
+
+def _is_page(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return GENERATOR.encode() in file.read(1000)
+    except OSError:
+        return False
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -141,9 +203,9 @@ def _csv(rows: Sequence[Row]) -> str:
     return pd.DataFrame(records, columns=columns).convert_dtypes().to_csv(index=False)
 
 
-def _readme(report: Report, document: Mapping[str, Any], with_plot: bool) -> str:
-    versions = ", ".join(f"{name} {value}" for name, value in document["versions"].items() if name != "commit")
-    machine = document["machine"]
+def _readme(report: Report, with_plot: bool) -> str:
+    versions = ", ".join(f"{name} {value}" for name, value in report.versions.items() if name != "commit")
+    machine = report.machine
     lines = [
         "# Perplexity sweep",
         "",
@@ -156,10 +218,10 @@ def _readme(report: Report, document: Mapping[str, Any], with_plot: bool) -> str
         "",
         "KL in nats per token from the uncompressed cache, on the same tokens. The interval is a paired bootstrap "
         "over tokens. Bytes are measured, everything counted, against 2 bytes an element of the full-attention "
-        "layers.",
+        "layers. `kvquant report` makes a page with more plots of this folder.",
         "",
         f"- date: {report.date}",
-        f"- commit: {document['versions']['commit'] or 'none (not a checkout)'}",
+        f"- commit: {report.versions['commit'] or 'none (not a checkout)'}",
         f"- versions: {versions}",
         f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
         f"{machine['torch_threads']} torch threads, {machine['os']}",
@@ -174,36 +236,16 @@ def _readme(report: Report, document: Mapping[str, Any], with_plot: bool) -> str
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    lines = [f"| {' | '.join(_HEADINGS)} |", f"|---|{'---:|' * (len(_HEADINGS) - 1)}"]
+    shown = columns(rows)
+    lines = [f"| {' | '.join(column.heading for column in shown)} |", f"|---|{'---:|' * (len(shown) - 1)}"]
     for row in rows:
-        context = format_context(row.context)
         if row.status != "ok":
-            lines.append(
-                f"| {row.policy} | {context} | {row.status}: {_cell(row.reason)} {'| ' * (len(_HEADINGS) - 3)}|"
-            )
+            told = f"{row.status}: {_cell(row.reason)}"
+            lines.append(f"| {row.policy} | {format_context(row.context)} | {told} {'| ' * (len(shown) - 3)}|")
             continue
-        interval = row.ppl_delta_ci95
-        cells = [
-            row.policy,
-            context,
-            _number(row.ppl, ".4f"),
-            _number(row.ppl_delta_pct, "+.3f"),
-            "–" if interval is None else f"{interval[0]:+.3f} … {interval[1]:+.3f}",
-            _number(row.kl_mean, ".3g"),
-            _number(row.kl_p99, ".3g"),
-            _number(row.top1_agreement, ".2%"),
-            str(row.tokens_scored),
-            _number(row.kv_ratio, ".1%"),
-            _number(row.bits_per_element, ".2f"),
-            _number(row.seconds, ".1f"),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(column.cell(row) for column in shown)} |")
     return lines
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

@@ -14,7 +14,8 @@ from kvquant_eval import report as subject
 from kvquant_eval.errors import InputError
 from kvquant_eval.plot import fidelity_plot
 from kvquant_eval.report import Report, prepare, to_json, write
-from kvquant_eval.rows import COLUMNS, Row
+from kvquant_eval.rows import COLUMNS, NESTED, Row
+from kvquant_eval.table import columns
 
 
 def row(policy: str = "int4", context: int = 2048, **changes: Any) -> Row:
@@ -49,12 +50,15 @@ def test_a_report_has_everything_needed_to_make_it_again(tmp_path: Path) -> None
     write(tmp_path, report(row(), row("fp16", kl_mean=0.0), SKIPPED))
     assert {path.name for path in tmp_path.iterdir()} == {"rows.json", "rows.csv", "plot.png", "README.md"}
     document = json.loads((tmp_path / "rows.json").read_text(), parse_constant=pytest.fail)
-    assert list(document) == ["command", "versions", "machine", "rows"]
+    assert list(document) == ["command", "date", "versions", "machine", "facts", "policies", "rows"]
+    assert document["date"] == "2026-01-02T03:04:05+00:00"
+    assert document["facts"] == {"text": "a text", "tokens": "0 BOS tokens"}
+    assert document["policies"] == {"int4": "int4: a map"}
     assert {"python", "torch", "transformers", "kvquant", "commit"} <= set(document["versions"])
     assert {"cpu", "cores", "memory_gib", "torch_threads", "os"} == set(document["machine"])
     assert document["rows"][0] == row().as_dict()
     assert document["rows"][0]["ppl_delta_ci95"] == [-0.1, 0.9]
-    assert tuple(document["rows"][2]) == COLUMNS
+    assert tuple(document["rows"][2]) == (*COLUMNS, *NESTED)
     readme = (tmp_path / "README.md").read_text()
     for expected in (
         "kvquant ppl --model tiny",
@@ -69,6 +73,20 @@ def test_a_report_has_everything_needed_to_make_it_again(tmp_path: Path) -> None
         assert expected in readme
     lines = [line for line in readme.splitlines() if line.startswith("|")]
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+
+
+def test_columns_that_say_nothing_are_left_out() -> None:
+    plain = [column.heading for column in columns([row(), SKIPPED])]
+    assert plain[:3] == ["policy", "context", "PPL"]
+    full = row(rope_scaling="yarn×4", kl_floor=1e-7, needle_logprob=-0.5, needle_exact=0.75, compress_seconds=2.0)
+    shown = {column.heading: column.cell(full) for column in columns([full, SKIPPED])}
+    assert {name: shown[name] for name in shown.keys() - set(plain)} == {
+        "RoPE": "yarn×4",
+        "KL floor": "1e-07",
+        "needles, log p": "-0.500 (–)",
+        "needles, exact": "75% (–)",
+        "compressing, s": "2.0",
+    }
 
 
 def test_the_csv_keeps_types_and_splits_the_interval(tmp_path: Path) -> None:

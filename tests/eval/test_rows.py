@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvquant_eval.report import to_json
-from kvquant_eval.rows import COLUMNS, Row, Scores, fidelity
+from kvquant_eval.rows import COLUMNS, NESTED, Row, Scores, fidelity
 
 ROW = Row("m", "int4", 2048, "streaming", "float32")
 
@@ -22,9 +22,11 @@ def test_columns_are_those_promised() -> None:
     assert ", ".join(COLUMNS) == (
         "model, policy, context, protocol, dtype, ppl, ppl_baseline, ppl_delta_pct, ppl_delta_ci95, kl_mean, kl_p99, "
         "top1_agreement, tokens_scored, kv_bytes, kv_bytes_baseline, kv_ratio, bits_per_element, peak_kv_bytes, "
-        "seconds, status, reason"
+        "seconds, status, reason, rope_scaling, compress_seconds, kl_floor, needle_logprob, needle_logprob_baseline, "
+        "needle_exact, needle_exact_baseline"
     )
-    assert tuple(ROW.as_dict()) == COLUMNS
+    assert NESTED == ("by_position", "by_depth")
+    assert tuple(ROW.as_dict()) == COLUMNS + NESTED
 
 
 def test_averages_are_over_tokens() -> None:
