@@ -104,7 +104,9 @@ def ppl(
     rope_scaling: Annotated[
         RopeScaling | None, typer.Option(help="Stretch positions to the longest context, and mark every row.")
     ] = None,
+    needle: Annotated[bool, typer.Option("--needle", help="Also plant facts in the text and ask for them.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for rows.json, rows.csv, plot.png and README.md.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the report in --out, if there is one.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap intervals.")] = 0,
 ) -> int:
@@ -123,7 +125,9 @@ def ppl(
         score_tokens=score_tokens,
         dtype=dtype.value,
         rope_scaling=rope_scaling.value if rope_scaling else "",
+        needle=needle,
         out=out,
+        resume=resume,
         seed=seed,
     )
     with _only_our_output() as (console, say):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +56,29 @@ def converted(gguf: Path, say: Callable[[str], None] = lambda line: None) -> Pat
         place = error.filename or parent
         raise InputError(f"model: {gguf.name}: converting it failed at {place}: {error.strerror or error}") from error
     return final
+
+
+def joined(parts: Sequence[Path]) -> Path:
+    """The file whose consecutive ``parts`` are called ``NAME.gguf.part00`` and so on, made on first use.
+
+    Raises `InputError` if the cache folder can't be written.
+    """
+    size = sum(part.stat().st_size for part in parts)
+    whole = cache_folder() / "gguf" / f"{size}-{parts[0].with_suffix('').name}"
+    try:
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(whole.with_name(f"{whole.name}.lock")):
+            if not whole.is_file():
+                partial = whole.with_name(f"{whole.name}.partial")
+                with partial.open("wb") as file:
+                    for part in parts:
+                        with part.open("rb") as source:
+                            shutil.copyfileobj(source, file, _READ_BYTES)
+                _flush(partial)
+                partial.rename(whole)
+    except OSError as error:
+        raise InputError(f"model: {whole.name}: joining its parts failed: {error.strerror or error}") from error
+    return whole
 
 
 def _key(gguf: Path) -> str:

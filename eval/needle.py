@@ -123,6 +123,13 @@ class Probe:
         return found
 
 
+def summary(found: Sequence[Needle]) -> dict[str, Any]:
+    """A row's needle fields: the depths, and the means over them."""
+    names = ("logprob", "logprob_baseline", "exact", "exact_baseline")
+    means = {f"needle_{name}": float(np.mean([getattr(needle, name) for needle in found])) for name in names}
+    return {"by_depth": tuple(found), **means}
+
+
 def _by_depth(
     haystack: Haystack, found: list[tuple[float, bool]], baseline: list[tuple[float, bool]]
 ) -> Iterator[Needle]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,15 +14,23 @@ from typing import Any
 
 import kvquant
 
-from . import report
+from . import report, results
 from .errors import InputError
 from .models import LoadedModel, load
+from .needle import Probe, plant, summary
 from .options import format_context, parse_contexts, split_list, text_paths
+from .protocols import NewCache
 from .rope import stretch
 from .rows import Row
 from .sweep import Settings, Sweep, Terms
 from .texts import Text, default_text, read_texts
 from .tokens import Tokens, check_vocabulary, tokenise
+
+_PROTOCOL_WORDS = {
+    "streaming": "streaming, in chunks of {chunk} tokens that attend to the compressed past",
+    "prefill": "prefill, each prefix read once uncompressed and then compressed, its tail in chunks of {chunk} tokens "
+    "that attend to it",
+}
 
 Progress = Callable[[str, Sequence[tuple[int, int]]], AbstractContextManager[Callable[[int, int], None]]]
 
@@ -40,7 +48,9 @@ class Options:
     score_tokens: int
     dtype: str
     rope_scaling: str
+    needle: bool
     out: Path | None
+    resume: bool
     seed: int
 
 
@@ -48,16 +58,17 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     """Runs the sweep and writes its report if asked to. ``say`` gets lines about long work, ``progress`` a meter.
 
     Cheap checks come first. Raises `kvquant.KVQuantError` for bad input; what fails inside the sweep is in the
-    rows.
+    rows. With ``out``, the report is written anew whenever a context is done, so that ``resume`` can go on from it.
     """
     contexts = parse_contexts(options.contexts)
     policies = policies_of(split_list("--policies", options.policies))
     text = read_texts(text_paths(options.text), contexts[-1]) if options.text else default_text()
+    if options.resume and options.out is None:
+        raise InputError("--resume: goes on with the report of --out, which is missing")
     if options.out is not None:
         report.prepare(options.out)
     scaled = []
     loaded = load(options.model, options.dtype, say, lambda config: scaled.append(_stretch(config, options, contexts)))
-    maps = {policy.name: policy.resolve(loaded.model).describe() for policy in policies}
     tokens = tokens_of(loaded, text, contexts)
     settings = Settings(
         contexts=tuple(contexts),
@@ -68,23 +79,113 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
         seed=options.seed,
         rope_scaling=scaled[0],
     )
-    new = partial(kvquant.KVQuantCache.for_model, loaded.model)
-    sweep = Sweep(options.model, loaded.model, tokens.ids, policies, new, settings)
-    for description in maps.values():
-        say(description)
-    began = time.monotonic()
-    rows = _collect(sweep, progress)
-    say(_spent(sweep.terms, time.monotonic() - began))
-    result = report.Report(
+    blank = report.Report(
         command=shlex.join(["kvquant", *arguments]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        rows=rows,
-        facts=_facts(loaded, text, tokens, settings),
-        policies=maps,
+        rows=(),
+        facts=_facts(loaded, text, tokens, settings) | {"cells": _cells(contexts, policies)},
+        policies={policy.name: policy.resolve(loaded.model).describe() for policy in policies},
     )
-    if options.out is not None:
-        report.write(options.out, result)
-    return result
+    done = _earlier(options, blank) if options.resume and options.out is not None else []
+    new = partial(kvquant.KVQuantCache.for_model, loaded.model)
+    cells = frozenset((row.policy, row.context) for row in done)
+    sweep = Sweep(options.model, loaded.model, tokens.ids, policies, new, settings, cells)
+    for description in blank.policies.values():
+        say(description)
+    if done:
+        say(f"{len(done)} of {len(contexts) * len(policies)} rows are done already")
+    kept = _Kept(blank, options.out, [policy.name for policy in policies], list(done))
+    began = time.monotonic()
+    probe = _needles(loaded, tokens, policies, new, settings) if options.needle else None
+    forwards = sweep.forwards()
+    title = f"{len(policies)} policies, up to {format_context(max([end for _, end in forwards], default=0))} tokens"
+    with progress(title, forwards) if forwards else nullcontext(_no_tick) as tick:
+        for row in sweep.rows(tick):
+            kept.add(row)
+    if probe is not None:
+        for row in probe(kept.result().rows, progress):
+            kept.add(row)
+    say(_spent(sweep.terms, time.monotonic() - began))
+    return kept.finish()
+
+
+@dataclass
+class _Kept:
+    """The rows so far, and their report in a folder, written when a context is done."""
+
+    blank: report.Report
+    folder: Path | None
+    policies: list[str]
+    rows: list[Row]
+
+    def add(self, row: Row) -> None:
+        """Take a row in place of an earlier one of its cell."""
+        self.rows = [kept for kept in self.rows if (kept.policy, kept.context) != (row.policy, row.context)]
+        self.rows.append(row)
+        if row.status != "skipped" and {kept.policy for kept in self.rows if kept.context == row.context} >= {
+            *self.policies
+        }:
+            self.finish()
+
+    def result(self) -> report.Report:
+        """All rows, by context, then policy."""
+        rows = sorted(self.rows, key=lambda row: (row.context, self.policies.index(row.policy)))
+        return replace(self.blank, rows=rows)
+
+    def finish(self) -> report.Report:
+        """The same, written."""
+        result = self.result()
+        if self.folder is not None:
+            report.write(self.folder, result)
+        return result
+
+
+def _earlier(options: Options, now: report.Report) -> list[Row]:
+    """The rows of an interrupted run that need not be computed again. Raises `InputError` if it was another sweep."""
+    assert options.out is not None
+    if not (options.out / "rows.json").exists():
+        return []
+    before = results.read(options.out)
+    for name, fact in now.facts.items():
+        if before.facts.get(name) != fact:
+            was = before.facts.get(name, "not recorded")
+            raise InputError(f"--resume: {options.out} is of another sweep: {name}: {was!r} there, {fact!r} now")
+    if before.policies != now.policies:
+        raise InputError(f"--resume: {options.out} is of another sweep: its policies are others")
+    return [row for row in before.rows if row.status == "ok" and (row.by_depth or not options.needle)]
+
+
+def _needles(
+    loaded: LoadedModel, tokens: Tokens, policies: Sequence[Any], new: NewCache, settings: Settings
+) -> Callable[[Sequence[Row], Progress], Iterator[Row]]:
+    """What adds the needle probe to rows that lack it."""
+
+    def probe(rows: Sequence[Row], progress: Progress) -> Iterator[Row]:
+        for context in sorted({row.context for row in rows if row.status == "ok" and not row.by_depth}):
+            cells = {row.policy: row for row in rows if row.context == context and row.status == "ok"}
+            asked = [policy for policy in policies if policy.name in cells]
+            try:
+                haystack = plant(loaded.tokenizer, tokens.ids, context, settings.seed)
+            except ValueError as error:
+                for row in cells.values():
+                    yield replace(row, reason=f"no needles: {error}")
+                continue
+            asking = Probe(loaded.model, asked, new, settings.protocol, settings.chunk)
+            with progress(f"needles at {format_context(context)}", asking.forwards(len(haystack.ids))) as tick:
+                asking.tick = tick
+                for policy, found in asking.run(haystack):
+                    yield replace(cells[policy], **summary(found))
+
+    return probe
+
+
+def _cells(contexts: Sequence[int], policies: Sequence[Any]) -> str:
+    names = ", ".join(policy.name for policy in policies)
+    return f"{names} at {', '.join(map(format_context, contexts))} tokens"
+
+
+def _no_tick(start: int, end: int) -> None:
+    pass
 
 
 def policies_of(specs: Sequence[str]) -> list[Any]:
@@ -120,24 +221,15 @@ def _stretch(config: Any, options: Options, contexts: Sequence[int]) -> str:
     return stretch(config, options.rope_scaling, contexts[-1]) if options.rope_scaling else ""
 
 
-def _collect(sweep: Sweep, progress: Progress) -> list[Row]:
-    forwards = sweep.forwards()
-    if not forwards:
-        rows = list(sweep.rows())
-    else:
-        longest = format_context(max(end for _, end in forwards))
-        with progress(f"{len(sweep.policies)} policies, up to {longest} tokens", forwards) as tick:
-            rows = list(sweep.rows(tick))
-    return sorted(rows, key=lambda row: row.context)  # stable: policies keep their order
-
-
 def _facts(loaded: LoadedModel, text: Text, tokens: Tokens, settings: Settings) -> dict[str, str]:
     return {
         "model": f"{loaded.name} ({loaded.weights}), {settings.dtype}",
         "text": f"{text.name}, {len(text.content)} characters, SHA-256 `{text.sha256}`, read from its start",
         "tokens": f"tokenised as a whole; {tokens.bos}",
-        "protocol": f"{settings.protocol}, in chunks of {settings.chunk} tokens that attend to the compressed "
-        f"past; scored are the last {settings.score_tokens} tokens of a context, less "
-        "those of whose past less than half was sealed before their chunk (the column *tokens* counts them)",
+        "weights": f"fingerprint `{kvquant.model_fingerprint(loaded.model)}`",
+        "protocol": _PROTOCOL_WORDS[settings.protocol].format(chunk=settings.chunk)
+        + f"; scored are the last {settings.score_tokens} tokens of a context, less those of whose past less than "
+        "half was sealed before their chunk (the column *tokens* counts them), so contexts score different tokens",
+        "positions": settings.rope_scaling or "the model's own",
         "seed": str(settings.seed),
     }

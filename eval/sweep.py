@@ -63,7 +63,7 @@ class Sweep:
         found = []
         for windows in self._walks:
             lanes = self._lanes(windows)
-            for start, end in steps(windows, self.settings.chunk, _each(lanes)):
+            for start, end in self._bounds(windows):
                 found += [(start, end)] * (1 + sum(lane.first <= start < lane.stop for lane in _each(lanes)))
         return found
 
@@ -78,7 +78,7 @@ class Sweep:
 
     def _walk(self, windows: dict[int, list[int]], tick: Callable[[int, int], None]) -> Iterator[Row]:
         lanes = self._lanes(windows)
-        walk = Walk(self.model, self.ids[: max(windows)], windows, _each(lanes), self.settings.chunk, tick)
+        walk = Walk(self.model, self.ids[: max(windows)], windows, _each(lanes), self._bounds(windows), tick)
         left = list(windows)
         try:
             for context in walk.run():
@@ -101,11 +101,19 @@ class Sweep:
 
     def _lanes(self, windows: dict[int, list[int]]) -> dict[tuple[str, int], Lane]:
         """Every cell's lane, and the noise floor's under the name ``""``."""
-        make = PROTOCOLS[self.settings.protocol]
-        cells = make(self.policies, windows, self.settings.chunk, self.new)
+        cells = self._cells(windows)
         shortest = min(windows)
-        floor = {("", shortest): floor_lane(self.model, shortest, cells)}
-        return {cell: lane for cell, lane in cells.items() if cell not in self.done} | floor
+        missing = {cell: lane for cell, lane in cells.items() if cell not in self.done}
+        if any(context == shortest for _, context in missing):
+            missing["", shortest] = floor_lane(self.model, shortest, cells)
+        return missing
+
+    def _cells(self, windows: dict[int, list[int]]) -> dict[tuple[str, int], Lane]:
+        return PROTOCOLS[self.settings.protocol](self.policies, windows, self.settings.chunk, self.new)
+
+    def _bounds(self, windows: dict[int, list[int]]) -> list[tuple[int, int]]:
+        """The same whichever cells are done, so that what is resumed gives the same numbers."""
+        return steps(windows, self.settings.chunk, _each(self._cells(windows)))
 
     def _measured(self, walk: Walk, lanes: dict[tuple[str, int], Lane], lane: Lane, context: int) -> Row:
         row = self._row(lane.name, context)

@@ -60,7 +60,8 @@ class Lane:
 class Walk:
     """The reference and every lane over ``ids`` (int64 ``[n]``).
 
-    ``windows`` maps each context (at most n) to the positions of the tokens scored for it, none of them 0.
+    ``windows`` maps each context (at most n) to the positions of the tokens scored for it, none of them 0; ``bounds``
+    are the start and end of every chunk, in order, each context being the end of one (see `steps`).
     ``tick(start, end)`` is called after every forward. ``reference_nll``: as in `Lane`, of the uncompressed cache;
     ``seconds`` is the time of its forwards.
     """
@@ -69,7 +70,7 @@ class Walk:
     ids: Tensor
     windows: Mapping[int, Sequence[int]]
     lanes: list[Lane]
-    chunk: int
+    bounds: Sequence[tuple[int, int]]
     tick: Callable[[int, int], None] = lambda start, end: None
     reference_nll: np.ndarray = field(init=False)
     seconds: float = 0.0
@@ -84,7 +85,7 @@ class Walk:
         """
         cache = DynamicCache(config=self.model.config)
         scored = {position for window in self.windows.values() for position in window}
-        for start, end in steps(self.windows, self.chunk, self.lanes):
+        for start, end in self.bounds:
             targets = [position for position in range(start + 1, end + 1) if position in scored]
             with torch.inference_mode():
                 for lane in self.lanes:

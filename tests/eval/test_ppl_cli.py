@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import kvquant_eval.ppl
+import kvquant_eval.report
 from kvquant_eval.__main__ import main
 from kvquant_eval.rows import COLUMNS, NESTED
 
@@ -58,7 +59,7 @@ def test_json_is_all_there_is_on_standard_output(arguments: dict[str, str], caps
     assert ppl(arguments, "--json", "--out", str(out)) == 0
     printed = capsys.readouterr().out
     document = json.loads(printed, parse_constant=pytest.fail)
-    assert list(document) == ["command", "versions", "machine", "rows"]
+    assert list(document) == ["command", "date", "versions", "machine", "facts", "policies", "rows"]
     assert document["command"].startswith("kvquant ppl --model ")
     assert document["command"].endswith(f"--json --out {out}")
     assert [(row["context"], row["policy"]) for row in document["rows"]] == [
@@ -100,6 +101,81 @@ def test_both_protocols_and_where_the_time_went(arguments: dict[str, str], capsy
         assert exact["ppl_baseline"] == pytest.approx(read["ppl_baseline"], rel=1e-5)
         assert exact["kl_mean"] != read["kl_mean"]
         assert exact["compress_seconds"] > 0
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    rows = json.loads((folder / "rows.json").read_text())["rows"]
+    return [{name: value for name, value in row.items() if not name.endswith("seconds")} for row in rows]
+
+
+@pytest.mark.parametrize("protocol", ["streaming", "prefill"])
+def test_a_sweep_that_was_killed_is_resumed(
+    arguments: dict[str, str], capsys: Capture, tmp_path: Path, protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments | {"--contexts": "96,200,500", "--protocol": protocol, "--out": str(tmp_path / "whole")}
+    assert ppl(given) == 0
+    whole = rows_of(tmp_path / "whole")
+    cut = tmp_path / "cut"
+    written = []
+    original = kvquant_eval.report.write
+
+    def killed(folder: Path, report: Any) -> None:
+        original(folder, report)
+        written.append(len(report.rows))
+        if len(written) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(kvquant_eval.report, "write", killed)
+    assert ppl(given | {"--out": str(cut)}) == 130
+    monkeypatch.undo()
+    assert written == [2, 4]
+    assert rows_of(cut) == whole[:4]
+    capsys.readouterr()
+    assert ppl(given | {"--out": str(cut)}, "--resume") == 0
+    assert "4 of 6 rows are done already" in capsys.readouterr().err
+    assert rows_of(cut) == whole
+    assert ppl(given | {"--out": str(cut)}, "--resume") == 0  # nothing is left to do
+    assert rows_of(cut) == whole
+
+
+def test_what_cannot_be_resumed(arguments: dict[str, str], capsys: Capture, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert ppl(arguments, "--resume") == 2
+    assert "--resume: goes on with the report of --out" in capsys.readouterr().err
+    assert ppl(arguments | {"--out": str(out)}, "--resume") == 0  # there is none yet
+    for name, value, place in (
+        ("--contexts", "96", "cells"),
+        ("--chunk", "16", "protocol"),
+        ("--protocol", "prefill", "protocol"),
+        ("--dtype", "bfloat16", "model"),
+        ("--seed", "5", "seed"),
+    ):
+        capsys.readouterr()
+        assert ppl(arguments | {"--out": str(out), name: value}, "--resume") == 2
+        err = capsys.readouterr().err
+        assert f"is of another sweep: {place}:" in err, err
+    assert ppl(arguments | {"--out": str(out)}, "--resume", "--needle") == 0
+
+
+@pytest.mark.parametrize("protocol", ["streaming", "prefill"])
+def test_needles(
+    arguments: dict[str, str], capsys: Capture, tmp_path: Path, protocol: str, policy_file: PolicyFile
+) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text(Path(arguments["--text"]).read_text() * 20)
+    policies = f"{policy_file('fp16')},{policy_file('int4')}"
+    wide = arguments | {"--text": str(text), "--contexts": "96,3K", "--policies": policies, "--protocol": protocol}
+    wide |= {"--rope-scaling": "linear", "--chunk": "64"}
+    assert ppl(wide, "--json", "--needle") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    for row in rows[:2]:
+        assert row["by_depth"] == []
+        assert row["reason"].startswith("no needles: 20 facts do not fit into 96 tokens")
+    exact, lossy = rows[2:]
+    assert [needle["depth"] for needle in exact["by_depth"]] == [0.1, 0.3, 0.5, 0.7, 0.9]
+    assert exact["needle_logprob"] == pytest.approx(exact["needle_logprob_baseline"], rel=1e-4)
+    assert exact["needle_logprob_baseline"] == lossy["needle_logprob_baseline"]
+    assert lossy["needle_logprob"] != pytest.approx(lossy["needle_logprob_baseline"], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic"])
@@ -228,7 +304,7 @@ def test_bugs_of_ours_are_not_hidden(arguments: dict[str, str], monkeypatch: pyt
     def broken(*args: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(kvquant_eval.ppl, "_collect", broken)
+    monkeypatch.setattr(kvquant_eval.ppl, "tokens_of", broken)
     with pytest.raises(ZeroDivisionError):
         ppl(arguments)
 
