@@ -15,10 +15,10 @@ import kvquant
 from . import report
 from .errors import InputError
 from .models import LoadedModel, load
-from .options import parse_contexts, split_list, text_paths
+from .options import parse_contexts, split_list
 from .rows import Row
 from .sweep import Settings, Sweep
-from .texts import Text, default_text, read_texts
+from .texts import Text, find_text
 from .tokens import Tokens, check_vocabulary, tokenise
 
 Progress = Callable[[Sequence[int], int, int], AbstractContextManager[Callable[[int, int], None]]]
@@ -48,7 +48,7 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     """
     contexts = parse_contexts(options.contexts)
     policies = policies_of(split_list("--policies", options.policies))
-    text = read_texts(text_paths(options.text), contexts[-1]) if options.text else default_text()
+    text = find_text(options.text, contexts[-1])
     if options.out is not None:
         report.prepare(options.out)
     loaded = load(options.model, options.dtype, say)
