@@ -86,8 +86,8 @@ def ppl(
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help="UTF-8 text, also .xz .gz .bz2, or a dataset as name:config:split:column, of which all but the name (on "
-            "the hub, of a folder or a data file) may be empty or left out. Several are joined. "
+            help="UTF-8 text, also .xz .gz .bz2, or a dataset as name:config:split:column, of which all but the name "
+            "(on the hub, of a folder or a data file) may be empty or left out. Several are joined. "
             "Default: Python's library sources."
         ),
     ] = None,

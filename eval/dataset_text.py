@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import glob
 import logging
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,9 @@ _PACKED = {".xz", ".gz", ".bz2"}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@.+)?", re.ASCII)
 _SPLITS = ("test", "validation", "train")
 _LONGEST_LIST = 20
+# Arrow's threads read ahead in Parquet files; one that still does while Python ends aborts the process
+# (apache/arrow#45214), and nothing says when they are done.
+_SETTLING_SECONDS = 0.1
 _PARQUET_HINT = "its Parquet version, where the hub made one, is {name}@refs/convert/parquet"
 
 
@@ -67,19 +70,18 @@ def read_dataset(value: str, characters: int) -> tuple[str, str]:
     dataset's is run. Raises `InputError` for whatever is wrong with it.
     """
     reference = parse(value)
-    datasets = _library()
-    # Batches left unread keep Arrow's threads waiting until they are collected, and threads that wait while Python
-    # ends abort the process (apache/arrow#45214).
+    builder = _builder(_library(), reference)
+    with _explaining(reference):
+        splits = builder.as_streaming_dataset()
+    split = _choose_split(reference, list(splits))
+    rows = splits[split]
+    column = _choose_column(reference, _types(rows.features.arrow_schema)) if rows.features else ""
     try:
-        builder = _builder(datasets, reference)
-        with _explaining(reference):
-            splits = builder.as_streaming_dataset()
-        split = _choose_split(reference, list(splits))
         # A row each: to fill a larger batch, the library would read on into the next file.
-        with contextlib.closing(splits[split].with_format("arrow").iter(batch_size=1)) as tables:
-            column, content = _read(reference, tables, characters)
+        with contextlib.closing(rows.with_format("arrow").iter(batch_size=1)) as tables:
+            column, content = _read(reference, tables, column, characters)
     finally:
-        gc.collect()
+        time.sleep(_SETTLING_SECONDS)
     return _describe(reference, builder, split, column), content
 
 
@@ -258,13 +260,13 @@ def _choose_column(reference: Reference, types: Mapping[str, Any]) -> str:
     return "text" if "text" in strings else strings[0]
 
 
-def _read(reference: Reference, tables: Iterable[Any], characters: int) -> tuple[str, str]:
-    """The column that was chosen, and its rows as one text; ``tables`` hold a row each."""
+def _read(reference: Reference, tables: Iterable[Any], column: str, characters: int) -> tuple[str, str]:
+    """The column, chosen here if it is not yet, and its rows as one text; ``tables`` hold a row each."""
     pieces: list[str] = []
-    column, length = "", 0
+    length = 0
     with _explaining(reference):
         for table in tables:
-            types = dict(zip(table.schema.names, table.schema.types, strict=True))
+            types = _types(table.schema)
             column = column or _choose_column(reference, types)
             kind = types.get(column)
             row = table.column(column)[0].as_py() if _is_string(kind) else None
@@ -276,6 +278,11 @@ def _read(reference: Reference, tables: Iterable[Any], characters: int) -> tuple
             if length >= characters:
                 break
     return column, "".join(pieces)[:characters]
+
+
+def _types(schema: Any) -> dict[str, Any]:
+    """The Arrow types of columns by name."""
+    return dict(zip(schema.names, schema.types, strict=True))
 
 
 def _is_string(kind: Any) -> bool:

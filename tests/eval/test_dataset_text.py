@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,9 +25,12 @@ from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import HfApi
 
 from kvquant_eval import hub, texts
+from kvquant_eval.__main__ import main
 from kvquant_eval.dataset_text import Reference, names_dataset, parse
 from kvquant_eval.errors import InputError
 from kvquant_eval.texts import find_text
+
+from .tiny import SAMPLE
 
 ROWS = [" = Title = \n", "", "Ünïcode, 日本", "two\nlines"]
 CONTENT = " = Title = \n\nÜnïcode, 日本\ntwo\nlines\n"
@@ -47,7 +51,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def write(path: Path, rows: Sequence[Any] = ROWS, **columns: Sequence[Any]) -> Path:
     """A data file of the kind its suffix says, with ``rows`` in its column ``text``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = {"text": list(rows)} | columns
+    table: dict[str, Any] = {"text": list(rows) or pa.array([], pa.string())} | columns
     if path.suffix == ".parquet":
         pq.write_table(pa.table(table), path)
     elif path.suffix == ".csv":
@@ -93,7 +97,6 @@ def test_a_json_array_is_a_dataset_too(tmp_path: Path) -> None:
 def test_a_text_file_is_a_dataset_of_lines_if_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("one\n\ntwo")
-    assert find_text([str(path)]).content == "one\n\ntwo"
     assert find_text([f"{path}::train:text"]).content == "one\n\ntwo\n"
 
 
@@ -113,10 +116,9 @@ def test_a_folder_has_splits_and_the_default_is_the_one_to_test_on(tmp_path: Pat
     text = find_text([str(folder)])
     assert text.content == "test\n"
     assert text.name == f"{folder} (config default, split test, column text; each row ends with a newline)"
-    (folder / "test.jsonl").unlink()
-    assert find_text([str(folder)]).content == "validation\n"
-    (folder / "validation.jsonl").unlink()
-    assert find_text([str(folder)]).content == "train\n"
+    for last, then in (("test", "validation"), ("validation", "train")):
+        (folder / f"{last}.jsonl").unlink()
+        assert find_text([str(folder)]).content == f"{then}\n"
 
 
 @pytest.fixture
@@ -135,9 +137,8 @@ def configs(tmp_path: Path) -> Path:
 
 def test_configs_splits_and_columns_are_chosen_by_name(configs: Path) -> None:
     assert find_text([f"{configs}:one"]).content == "first\n"
-    text = find_text([f"{configs}:two:right:body"])
-    assert text.content == "c\n"
-    assert "(config two, split right, column body; " in text.name
+    assert "(config two, split right, column body; " in find_text([f"{configs}:two:right:body"]).name
+    assert find_text([f"{configs}:two:right:body"]).content == "c\n"
 
 
 def test_choices_that_are_not_there_are_answered_with_those_that_are(configs: Path) -> None:
@@ -196,6 +197,18 @@ def test_files_and_datasets_are_joined_in_the_order_given(tmp_path: Path) -> Non
     assert text.sha256 == hashlib.sha256(text.content.encode()).hexdigest()
 
 
+def test_a_report_says_which_dataset_was_read(
+    tmp_path: Path, model_folder: Path, policy_file: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "set.parquet", [SAMPLE])
+    words = ["ppl", "--model", str(model_folder), "--policies", str(policy_file("int8")), "--contexts", "128"]
+    assert main([*words, "--text", str(path), "--out", str(tmp_path / "out"), "--chunk", "8"]) == 0
+    assert f"{path} (split train, column text; each row" in (tmp_path / "out" / "README.md").read_text()
+    assert "Generating" not in capsys.readouterr().err  # of the library's bars
+    assert main([*words, "--text", f"{path}::test"]) == 2
+    assert capsys.readouterr().err == f"kvquant: --text: {path}: no split 'test'; allowed: train\n"
+
+
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
@@ -218,6 +231,7 @@ def test_a_column_that_stops_holding_strings_is_refused(tmp_path: Path) -> None:
     write(folder / "train-0.csv", ["a", "b"])
     write(folder / "train-1.csv", [1, 2])
     assert "column 'text' holds int64 in row 2; allowed: strings" in refused(str(folder))
+    gc.collect()  # the warning above is to come now
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
