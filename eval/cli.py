@@ -80,6 +80,8 @@ _PPL_HELP = """Perplexity and KL of each precision policy against the uncompress
 
   kvquant ppl --model ./my-model --policies fp16,my.yaml --contexts 8K --text book.txt.xz --out results
 
+  kvquant ppl --model org/name --policies k8v4 --contexts 4K --text Salesforce/wikitext:wikitext-103-raw-v1:test
+
   kvquant ppl --model org/name --policies k8v4 --contexts 4096 --json > rows.json
 """
 
@@ -92,7 +94,11 @@ def ppl(
     contexts: Annotated[str, typer.Option(help="Context lengths in tokens, e.g. 2K,4096,1M (K = 1024).")] = "2K,4K",
     text: Annotated[
         list[str] | None,
-        typer.Option(help="UTF-8 text, also .xz .gz .bz2; several are joined. Default: Python's library sources."),
+        typer.Option(
+            help="UTF-8 text, also .xz .gz .bz2, or a dataset as name:config:split:column, of which all but the name "
+            "(on the hub, of a folder or a data file) may be empty or left out. Several are joined. "
+            "Default: Python's library sources."
+        ),
     ] = None,
     protocol: Annotated[
         Protocol,

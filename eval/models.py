@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .errors import InputError, one_line
 from .gguf_cache import converted, joined
+from .hub import DENIALS, HUB_SECONDS, ask
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ ALIASES = {
 }
 """Models that lie on this machine once their packages are installed."""
 
-_HUB_SECONDS = 10
 _ALLOWED = f"allowed: a hub name, a folder, a .gguf file, or {', '.join(ALIASES)}"
 
 
@@ -135,20 +133,12 @@ def _looks_like_path(name: str) -> bool:
 def _hub_has(name: str) -> bool:
     """Whether the hub answers and has the model; False if it can't be reached and only the local cache may serve.
 
-    Asked once and briefly: transformers would try for half a minute. Raises `InputError` if the hub says no.
+    Raises `InputError` if the hub says no.
     """
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
-        return False
     try:
-        HfApi().model_info(name, timeout=_HUB_SECONDS)
-    except (HfHubHTTPError, HFValidationError) as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status is not None and status >= 500:
-            return False
+        return ask(lambda hub: hub.model_info(name, timeout=HUB_SECONDS)) is not None
+    except DENIALS as error:
         raise InputError(f"model: {name}: the hub has no such model, or none it shows you; {_ALLOWED}") from error
-    except Exception:  # the connection, of which each HTTP library has its own errors
-        return False
-    return True
 
 
 def _from_folder(

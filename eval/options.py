@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,11 +48,9 @@ def format_context(tokens: int) -> str:
     return str(tokens)
 
 
-def text_paths(values: Sequence[str]) -> list[Path]:
-    """The files of ``--text``: it may be repeated, and list several; a file with commas in its name is one."""
-    paths: list[Path] = []
+def text_names(values: Sequence[str]) -> list[str]:
+    """The texts of ``--text``: it may be repeated, and list several; a file with commas in its name is one."""
+    names: list[str] = []
     for value in values:
-        whole = Path(value).expanduser()
-        names = [value] if whole.exists() else split_list("--text", value)
-        paths += [Path(name).expanduser() for name in names]
-    return paths
+        names += [value] if os.path.exists(Path(value).expanduser()) else split_list("--text", value)
+    return names

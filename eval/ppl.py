@@ -18,12 +18,12 @@ from . import report, results
 from .errors import InputError
 from .models import LoadedModel, load
 from .needle import Probe, plant, summary
-from .options import format_context, parse_contexts, split_list, text_paths
+from .options import format_context, parse_contexts, split_list
 from .protocols import NewCache
 from .rope import stretch
 from .rows import Row
 from .sweep import Settings, Sweep, Terms
-from .texts import Text, default_text, read_texts
+from .texts import Text, find_text
 from .tokens import Tokens, check_vocabulary, tokenise
 
 _PROTOCOL_WORDS = {
@@ -62,7 +62,7 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     """
     contexts = parse_contexts(options.contexts)
     policies = policies_of(split_list("--policies", options.policies))
-    text = read_texts(text_paths(options.text), contexts[-1]) if options.text else default_text()
+    text = find_text(options.text, contexts[-1])
     if options.resume and options.out is None:
         raise InputError("--resume: goes on with the report of --out, which is missing")
     if options.out is not None:

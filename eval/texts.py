@@ -1,4 +1,4 @@
-"""Texts to score: files, plain or compressed, or the standard library's own sources."""
+"""Texts to score: files, plain or compressed, datasets, or the standard library's own sources."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .dataset_text import names_dataset, read_dataset
 from .errors import InputError
+from .options import text_names
 
 _OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
-_LEAST_BYTES = 64 << 20
-_BYTES_PER_TOKEN = 64
+_LEAST_BYTES = 64 << 20  # of a file
+_LEAST_CHARACTERS = 1 << 20  # of a dataset, whose rows may come over the network
+_PER_TOKEN = 64  # bytes or characters; tokenizers put 3 to 5 into one
 
 
 @dataclass(frozen=True)
@@ -31,15 +34,17 @@ class Text:
     sha256: str
 
 
-def read_texts(paths: Sequence[Path], tokens: int = 0) -> Text:
-    """One text from UTF-8 files joined in the order given; ``.xz``, ``.gz`` and ``.bz2`` are unpacked.
+def find_text(values: Sequence[str], tokens: int = 0) -> Text:
+    """The text that the values of ``--text`` name, joined in the order given; the default where there are none.
 
-    Of a file far longer than ``tokens`` need, only the beginning is read. Raises `InputError` for a file that is
-    missing, empty, damaged, or not UTF-8 text.
+    A value names a file of UTF-8 text (``.xz``, ``.gz`` and ``.bz2`` are unpacked) or a dataset (see
+    `dataset_text`). Of a text far longer than ``tokens`` need, only the beginning is read. Raises `InputError` for
+    one that is missing, empty, damaged, or no text.
     """
-    limit = max(_LEAST_BYTES, _BYTES_PER_TOKEN * tokens)
-    content = "".join(_read(path, limit) for path in paths)
-    return _text(", ".join(str(path) for path in paths), content)
+    if not values:
+        return default_text()
+    texts = [_find(name, tokens) for name in text_names(values)]
+    return _text(", ".join(name for name, _ in texts), "".join(content for _, content in texts))
 
 
 def default_text() -> Text:
@@ -54,6 +59,16 @@ def default_text() -> Text:
     content = "".join(_read(folder / f"{name}.py", _LEAST_BYTES) for name in names)
     version = ".".join(map(str, sys.version_info[:3]))
     return _text(f"the sources of Python {version}'s standard library ({len(names)} files)", content)
+
+
+def _find(value: str, tokens: int) -> tuple[str, str]:
+    """The name and the content of one text."""
+    needed = _PER_TOKEN * tokens
+    if names_dataset(value):
+        name, content = read_dataset(value, max(_LEAST_CHARACTERS, needed))
+        return name, _checked(value, content)
+    path = Path(value).expanduser()
+    return str(path), _read(path, max(_LEAST_BYTES, needed))
 
 
 def _text(name: str, content: str) -> Text:
@@ -71,7 +86,9 @@ def _read(path: Path, limit: int) -> str:
     except OSError as error:
         if error.errno is None:  # bz2 says so of damaged data
             raise InputError(f"--text: {path}: not a whole {suffix} file: {error}") from error
-        raise InputError(f"--text: {path}: {error.strerror or error}; allowed: text files (UTF-8)") from error
+        raise InputError(
+            f"--text: {path}: {error.strerror or error}; allowed: text files (UTF-8) and datasets"
+        ) from error
     try:
         # A character may be cut in two at the limit.
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -79,8 +96,12 @@ def _read(path: Path, limit: int) -> str:
     except UnicodeDecodeError as error:
         where = f"byte 0x{data[error.start]:02x} at offset {error.start}"
         raise InputError(f"--text: {path}: not UTF-8 text ({where})") from error
+    return _checked(path, content)
+
+
+def _checked(place: str | Path, content: str) -> str:
     if "\0" in content:
-        raise InputError(f"--text: {path}: a binary file (NUL at character {content.index(chr(0))}), not text")
+        raise InputError(f"--text: {place}: a binary file (NUL at character {content.index(chr(0))}), not text")
     if not content.strip():
-        raise InputError(f"--text: {path}: empty; a text with at least a few thousand tokens is needed")
+        raise InputError(f"--text: {place}: empty; a text with at least a few thousand tokens is needed")
     return content

@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 
+from kvquant_eval import hub as hub_module
 from kvquant_eval import models as subject
 from kvquant_eval.errors import InputError
 from kvquant_eval.models import load
@@ -96,7 +97,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(subject, "HfApi", partial(HfApi, endpoint=f"http://127.0.0.1:{server.server_port}"))
+        monkeypatch.setattr(hub_module, "HfApi", partial(HfApi, endpoint=f"http://127.0.0.1:{server.server_port}"))
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         yield status
         server.shutdown()
@@ -113,7 +114,7 @@ def test_an_unreachable_hub_leaves_the_local_cache(
     hub: list[int], answer: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if answer is None:
-        monkeypatch.setattr(subject, "HfApi", partial(HfApi, endpoint="http://127.0.0.1:9"))
+        monkeypatch.setattr(hub_module, "HfApi", partial(HfApi, endpoint="http://127.0.0.1:9"))
     else:
         hub[0] = answer
     assert "the hub can't be reached, and its local cache has no such model" in refused("nobody/nothing")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvquant_eval.errors import InputError, one_line
-from kvquant_eval.options import format_context, parse_contexts, split_list, text_paths
+from kvquant_eval.options import format_context, parse_contexts, split_list, text_names
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_lists_drop_blanks_and_repeats() -> None:
 
 def test_a_file_whose_name_has_a_comma_is_one_file(tmp_path: Path) -> None:
     both = tmp_path / "a,b.txt"
-    assert text_paths([f"{tmp_path}/a,b.txt"]) == [tmp_path / "a", Path("b.txt")]
+    assert text_names([f"{tmp_path}/a,b.txt"]) == [f"{tmp_path}/a", "b.txt"]
     both.touch()
-    assert text_paths([str(both), "c,d"]) == [both, Path("c"), Path("d")]
+    assert text_names([str(both), "c,d"]) == [str(both), "c", "d"]
 
 
 def test_one_line_names_foreign_errors_and_cuts_long_ones() -> None:
