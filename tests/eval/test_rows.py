@@ -15,7 +15,7 @@ ROW = Row("m", "int4", 2048, "streaming", "float32")
 
 def cell(nll: list[float], reference: list[float], kl: list[float] | None = None) -> Scores:
     zeros = np.zeros(len(nll))
-    return Scores(np.array(nll), np.array(reference), np.array(kl) if kl else zeros, zeros + 1)
+    return Scores(range(len(nll)), np.array(nll), np.array(reference), np.array(kl) if kl else zeros, zeros + 1)
 
 
 def test_columns_are_those_promised() -> None:
