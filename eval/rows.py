@@ -141,7 +141,8 @@ def _buckets(scores: Scores) -> Iterator[Bucket]:
     """Means over eight equal shares of the scored tokens, in order of position; none where some are infinite."""
     parts = [part for part in np.array_split(np.arange(len(scores.nll)), BUCKETS) if len(part)]
     for part in parts:
-        means = [float(values[part].mean()) for values in (scores.nll, scores.reference_nll, scores.kl)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            means = [float(values[part].mean()) for values in (scores.nll, scores.reference_nll, scores.kl)]
         if all(map(math.isfinite, means)):
             yield Bucket(int(scores.positions[part[0]]), int(scores.positions[part[-1]]) + 1, *means)
 
