@@ -111,6 +111,9 @@ def ppl(
         RopeScaling | None, typer.Option(help="Stretch positions to the longest context, and mark every row.")
     ] = None,
     needle: Annotated[bool, typer.Option("--needle", help="Also plant facts in the text and ask for them.")] = False,
+    max_memory: Annotated[
+        str, typer.Option(help="Memory to stay below, e.g. 8G: read the text once for every few policies, or refuse.")
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for rows.json, rows.csv, plot.png and README.md.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the report in --out, if there is one.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
@@ -132,6 +135,7 @@ def ppl(
         dtype=dtype.value,
         rope_scaling=rope_scaling.value if rope_scaling else "",
         needle=needle,
+        max_memory=max_memory,
         out=out,
         resume=resume,
         seed=seed,

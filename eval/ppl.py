@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import kvquant
 
 from . import report, results
 from .errors import InputError
+from .memory import estimate, groups, in_words, parse_size
 from .models import LoadedModel, load
 from .needle import Probe, plant, summary
 from .options import format_context, parse_contexts, split_list
@@ -26,6 +27,7 @@ from .sweep import Settings, Sweep, Terms
 from .texts import Text, find_text
 from .tokens import Tokens, check_vocabulary, tokenise
 
+_WRITE_SECONDS = 20  # between two writings of a report that grows
 _PROTOCOL_WORDS = {
     "streaming": "streaming, in chunks of {chunk} tokens that attend to the compressed past",
     "prefill": "prefill, each prefix read once uncompressed and then compressed, its tail in chunks of {chunk} tokens "
@@ -49,6 +51,7 @@ class Options:
     dtype: str
     rope_scaling: str
     needle: bool
+    max_memory: str
     out: Path | None
     resume: bool
     seed: int
@@ -62,6 +65,7 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     """
     contexts = parse_contexts(options.contexts)
     policies = policies_of(split_list("--policies", options.policies))
+    limit = parse_size(options.max_memory) if options.max_memory else None
     text = find_text(options.text, contexts[-1])
     if options.resume and options.out is None:
         raise InputError("--resume: goes on with the report of --out, which is missing")
@@ -90,6 +94,8 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     new = partial(kvquant.KVQuantCache.for_model, loaded.model)
     cells = frozenset((row.policy, row.context) for row in done)
     sweep = Sweep(options.model, loaded.model, tokens.ids, policies, new, settings, cells)
+    if limit is not None:
+        sweep.groups = _fitting(sweep, limit, say)
     for description in blank.policies.values():
         say(description)
     if done:
@@ -111,20 +117,20 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
 
 @dataclass
 class _Kept:
-    """The rows so far, and their report in a folder, written when a context is done."""
+    """The rows so far, and their report in a folder, written when a context is done, and now and then."""
 
     blank: report.Report
     folder: Path | None
     policies: list[str]
     rows: list[Row]
+    written: float = field(default_factory=time.monotonic)
 
     def add(self, row: Row) -> None:
         """Take a row in place of an earlier one of its cell."""
         self.rows = [kept for kept in self.rows if (kept.policy, kept.context) != (row.policy, row.context)]
         self.rows.append(row)
-        if row.status != "skipped" and {kept.policy for kept in self.rows if kept.context == row.context} >= {
-            *self.policies
-        }:
+        complete = {kept.policy for kept in self.rows if kept.context == row.context} >= {*self.policies}
+        if row.status != "skipped" and (complete or time.monotonic() - self.written > _WRITE_SECONDS):
             self.finish()
 
     def result(self) -> report.Report:
@@ -137,6 +143,7 @@ class _Kept:
         result = self.result()
         if self.folder is not None:
             report.write(self.folder, result)
+            self.written = time.monotonic()
         return result
 
 
@@ -177,6 +184,18 @@ def _needles(
                     yield replace(cells[policy], **summary(found))
 
     return probe
+
+
+def _fitting(sweep: Sweep, limit: int, say: Callable[[str], None]) -> list[list[str]]:
+    """Groups of policies that fit into memory; says the estimate."""
+    longest = max((end for _, end in sweep.forwards()), default=0)
+    if not longest:
+        return []
+    found = estimate(sweep.model, sweep.policies, sweep.new, longest, sweep.settings.chunk)
+    parts = groups(found, limit)
+    peak = max(found.total(part) for part in parts)
+    say(f"Memory: about {in_words(peak)} of {in_words(limit)}, {len(parts)} reading(s) of the text")
+    return parts
 
 
 def _cells(contexts: Sequence[int], policies: Sequence[Any]) -> str:

@@ -46,7 +46,8 @@ class Terms:
 class Sweep:
     """``policies`` on ``model`` (shown as ``name``) over ``ids`` (int64 ``[n]``); ``new`` makes a policy's cache.
 
-    Cells (policy, context) that are ``done`` already are left out.
+    Cells (policy, context) that are ``done`` already are left out. Policies of different ``groups`` (by name) are not
+    in memory at once: the text is read once for each group.
     """
 
     name: str
@@ -56,13 +57,14 @@ class Sweep:
     new: NewCache
     settings: Settings
     done: frozenset[tuple[str, int]] = frozenset()
+    groups: Sequence[Sequence[str]] = ()
     terms: Terms = field(default_factory=Terms)
 
     def forwards(self) -> list[tuple[int, int]]:
         """Start and end of every forward that is to come, in any order: what progress is measured by."""
         found = []
-        for windows in self._walks:
-            lanes = self._lanes(windows)
+        for windows, group in self._walks:
+            lanes = self._lanes(windows, group)
             for start, end in self._bounds(windows):
                 found += [(start, end)] * (1 + sum(lane.first <= start < lane.stop for lane in _each(lanes)))
         return found
@@ -73,11 +75,13 @@ class Sweep:
             if obstacle := self._obstacle(context):
                 for policy in self.policies:
                     yield self._row(policy.name, context).without_numbers("skipped", obstacle)
-        for windows in self._walks:
-            yield from self._walk(windows, tick)
+        for windows, group in self._walks:
+            yield from self._walk(windows, group, tick)
 
-    def _walk(self, windows: dict[int, list[int]], tick: Callable[[int, int], None]) -> Iterator[Row]:
-        lanes = self._lanes(windows)
+    def _walk(
+        self, windows: dict[int, list[int]], group: Sequence[str], tick: Callable[[int, int], None]
+    ) -> Iterator[Row]:
+        lanes = self._lanes(windows, group)
         walk = Walk(self.model, self.ids[: max(windows)], windows, _each(lanes), self._bounds(windows), tick)
         left = list(windows)
         try:
@@ -99,11 +103,11 @@ class Sweep:
             else:
                 self.terms.exact += lane.seconds
 
-    def _lanes(self, windows: dict[int, list[int]]) -> dict[tuple[str, int], Lane]:
+    def _lanes(self, windows: dict[int, list[int]], group: Sequence[str]) -> dict[tuple[str, int], Lane]:
         """Every cell's lane, and the noise floor's under the name ``""``."""
         cells = self._cells(windows)
         shortest = min(windows)
-        missing = {cell: lane for cell, lane in cells.items() if cell not in self.done}
+        missing = {cell: lane for cell, lane in cells.items() if cell not in self.done and cell[0] in group}
         if any(context == shortest for _, context in missing):
             missing["", shortest] = floor_lane(self.model, shortest, cells)
         return missing
@@ -133,18 +137,16 @@ class Sweep:
         return replace(row, rope_scaling=settings.rope_scaling)
 
     @cached_property
-    def _walks(self) -> list[dict[int, list[int]]]:
-        """Windows by walk through the text: one for all contexts, unless their prefixes do not nest."""
-        missing = {
-            context
-            for context in self._windows
-            if any((policy.name, context) not in self.done for policy in self.policies)
-        }
-        if not missing:
-            return []
-        if prefixes_nest(self.model):
-            return [{context: window for context, window in self._windows.items() if context <= max(missing)}]
-        return [{context: self._windows_of([context])[context]} for context in sorted(missing)]
+    def _walks(self) -> list[tuple[dict[int, list[int]], Sequence[str]]]:
+        """Windows and policies by walk through the text: one for all contexts, unless their prefixes do not nest."""
+        walks: list[tuple[dict[int, list[int]], Sequence[str]]] = []
+        for group in self.groups or [[policy.name for policy in self.policies]]:
+            missing = [context for context in self._windows if any((name, context) not in self.done for name in group)]
+            if prefixes_nest(self.model) and missing:
+                walks.append(({c: window for c, window in self._windows.items() if c <= max(missing)}, group))
+            else:
+                walks += [(self._windows_of([context]), group) for context in missing]
+        return walks
 
     @cached_property
     def _windows(self) -> dict[int, list[int]]:

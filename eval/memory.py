@@ -1,0 +1,114 @@
+"""What a sweep will take in memory, told before it starts.
+
+Every cache is filled with tensors without memory, so the bytes are those it will allocate, whatever the policy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from .errors import InputError
+from .protocols import NewCache
+from .walk import EXACT_CHUNK
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE | re.ASCII)
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_SLICES = 64 << 20  # float64 work of the scores, and what libraries allocate by and by
+
+
+def parse_size(text: str) -> int:
+    """Bytes; ``4G`` is 4 · 2³⁰. Raises `InputError`."""
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * 2 ** _UNITS[match[2].lower()]) if match else 0
+    if size < 1:
+        raise InputError(f"--max-memory: {text!r} is not an amount of memory; allowed: bytes, or with K, M, G, T")
+    return size
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes: what the process holds already, the exact history, each policy's copy of it, and work beside them."""
+
+    held: int
+    exact: int
+    policies: dict[str, int]
+    work: int
+
+    def total(self, names: Sequence[str]) -> int:
+        """The peak with the caches of ``names`` alive at once."""
+        return self.held + self.exact + self.work + sum(self.policies[name] for name in names)
+
+
+def estimate(model: Any, policies: Sequence[Any], new: NewCache, context: int, chunk: int) -> Estimate:
+    """The memory of a walk to ``context`` tokens in chunks of ``chunk``; runs the model on two tokens."""
+    small = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long), cache=small, use_cache=True).logits
+    exact = largest = 0
+    states: dict[int, tuple[Tensor, Tensor]] = {}
+    for index, layer in enumerate(small.layers):
+        if not isinstance(getattr(layer, "keys", None), Tensor):
+            continue
+        tokens = min(context, getattr(layer, "sliding_window", None) or context)
+        keys, values = (
+            part.new_empty((1, part.shape[1], tokens, part.shape[3]), device="meta")
+            for part in (layer.keys, layer.values)
+        )
+        states[index] = keys, values
+        exact += keys.nbytes + values.nbytes
+        largest = max(largest, keys.nbytes + values.nbytes)
+    mask = EXACT_CHUNK * context * logits.itemsize
+    work = 2 * largest + mask + 3 * chunk * logits.shape[-1] * logits.itemsize + _SLICES
+    copies = {policy.name: _filled(new(policy), states) for policy in policies}
+    return Estimate(psutil.Process().memory_info().rss, exact, copies, work)
+
+
+def groups(found: Estimate, limit: int) -> list[list[str]]:
+    """Names of policies whose caches fit into ``limit`` bytes at once, in order; `InputError` where one does not."""
+    parts: list[list[str]] = []
+    for name in found.policies:
+        if (needed := found.total([name])) > limit:
+            terms = {
+                "held already": found.held,
+                "exact history": found.exact,
+                "compressed": found.policies[name],
+                "of work": found.work,
+            }
+            told = ", ".join(f"{in_words(size)} {what}" for what, size in terms.items())
+            raise InputError(
+                f"--max-memory: {in_words(limit)}, but {name} alone needs {in_words(needed)} ({told}); "
+                "allowed: more, or shorter contexts"
+            )
+        if parts and found.total([*parts[-1], name]) <= limit:
+            parts[-1].append(name)
+        else:
+            parts.append([name])
+    return parts
+
+
+def in_words(size: int) -> str:
+    """``1.5 GiB``, or MiB below one."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def _filled(cache: Any, states: dict[int, tuple[Tensor, Tensor]]) -> int:
+    """Bytes a policy's cache allocates for ``states`` (keys and values by layer)."""
+    total = 0
+    for index, (keys, values) in states.items():
+        if cache.resolved.layers[index].policy is None:
+            total += keys.nbytes + values.nbytes
+            continue
+        cache.update(keys, values, index)
+        layer = cache.layers[index]
+        for history in (layer.key, layer.value):
+            held = [*history.tails, *history.arena.storages(), *history.arena.raw.values()]
+            total += sum(tensor.nbytes for tensor in held)
+    return total
