@@ -111,6 +111,9 @@ def ppl(
         RopeScaling | None, typer.Option(help="Stretch positions to the longest context, and mark every row.")
     ] = None,
     needle: Annotated[bool, typer.Option("--needle", help="Also plant facts in the text and ask for them.")] = False,
+    reuse_prefix: Annotated[
+        Path | None, typer.Option(help="Folder in which the exact history is kept for the next sweep over the text.")
+    ] = None,
     max_memory: Annotated[
         str, typer.Option(help="Memory to stay below, e.g. 8G: read the text once for every few policies, or refuse.")
     ] = "",
@@ -136,6 +139,7 @@ def ppl(
         rope_scaling=rope_scaling.value if rope_scaling else "",
         needle=needle,
         max_memory=max_memory,
+        reuse_prefix=reuse_prefix,
         out=out,
         resume=resume,
         seed=seed,

@@ -17,9 +17,10 @@ import kvquant
 from . import report, results
 from .errors import InputError
 from .memory import estimate, groups, in_words, parse_size
-from .models import LoadedModel, load
+from .models import LoadedModel, load, prefixes_nest
 from .needle import Probe, plant, summary
 from .options import format_context, parse_contexts, split_list
+from .prefix import Prefix
 from .protocols import NewCache
 from .rope import stretch
 from .rows import Row
@@ -52,6 +53,7 @@ class Options:
     rope_scaling: str
     needle: bool
     max_memory: str
+    reuse_prefix: Path | None
     out: Path | None
     resume: bool
     seed: int
@@ -94,6 +96,8 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     new = partial(kvquant.KVQuantCache.for_model, loaded.model)
     cells = frozenset((row.policy, row.context) for row in done)
     sweep = Sweep(options.model, loaded.model, tokens.ids, policies, new, settings, cells)
+    if options.reuse_prefix is not None:
+        sweep.prefix = _prefix(options, loaded, tokens, say)
     if limit is not None:
         sweep.groups = _fitting(sweep, limit, say)
     for description in blank.policies.values():
@@ -184,6 +188,18 @@ def _needles(
                     yield replace(cells[policy], **summary(found))
 
     return probe
+
+
+def _prefix(options: Options, loaded: LoadedModel, tokens: Tokens, say: Callable[[str], None]) -> Prefix:
+    """What is kept of the text's exact history. Raises `InputError` where that would be wrong."""
+    assert options.reuse_prefix is not None
+    if options.protocol != "prefill":
+        raise InputError("--reuse-prefix: only --protocol prefill has an exact prefix")
+    if not prefixes_nest(loaded.model):
+        raise InputError("--reuse-prefix: the model's positions depend on the context, so prefixes do not nest")
+    prefix = Prefix(loaded.model, tokens.ids, options.reuse_prefix, say)
+    prefix.open()
+    return prefix
 
 
 def _fitting(sweep: Sweep, limit: int, say: Callable[[str], None]) -> list[list[str]]:

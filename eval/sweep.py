@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .errors import one_line
 from .models import context_limit, prefixes_nest
+from .prefix import Prefix
 from .protocols import PROTOCOLS, NewCache, floor_lane
 from .rows import Row, Scores, fidelity, footprint
 from .walk import Lane, Walk, chunk_bounds, steps
@@ -47,7 +48,7 @@ class Sweep:
     """``policies`` on ``model`` (shown as ``name``) over ``ids`` (int64 ``[n]``); ``new`` makes a policy's cache.
 
     Cells (policy, context) that are ``done`` already are left out. Policies of different ``groups`` (by name) are not
-    in memory at once: the text is read once for each group.
+    in memory at once: the text is read once for each group, as far as ``prefix`` has not kept its exact history.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Sweep:
     settings: Settings
     done: frozenset[tuple[str, int]] = frozenset()
     groups: Sequence[Sequence[str]] = ()
+    prefix: Prefix | None = None
     terms: Terms = field(default_factory=Terms)
 
     def forwards(self) -> list[tuple[int, int]]:
@@ -82,7 +84,8 @@ class Sweep:
         self, windows: dict[int, list[int]], group: Sequence[str], tick: Callable[[int, int], None]
     ) -> Iterator[Row]:
         lanes = self._lanes(windows, group)
-        walk = Walk(self.model, self.ids[: max(windows)], windows, _each(lanes), self._bounds(windows), tick)
+        ids = self.ids[: max(windows)]
+        walk = Walk(self.model, ids, windows, _each(lanes), self._bounds(windows), tick, self.prefix)
         left = list(windows)
         try:
             for context in walk.run():

@@ -21,6 +21,7 @@ from transformers import DynamicCache
 
 from .errors import one_line
 from .metrics import Reference, compare
+from .prefix import Prefix
 
 EXACT_CHUNK = 1024  # tokens per forward where only the uncompressed model reads: fewer calls, same text
 
@@ -63,7 +64,7 @@ class Walk:
     ``windows`` maps each context (at most n) to the positions of the tokens scored for it, none of them 0; ``bounds``
     are the start and end of every chunk, in order, each context being the end of one (see `steps`).
     ``tick(start, end)`` is called after every forward. ``reference_nll``: as in `Lane`, of the uncompressed cache;
-    ``seconds`` is the time of its forwards.
+    ``seconds`` is the time of its forwards. What ``prefix`` has of the exact history is not computed again.
     """
 
     model: Any
@@ -72,6 +73,7 @@ class Walk:
     lanes: list[Lane]
     bounds: Sequence[tuple[int, int]]
     tick: Callable[[int, int], None] = lambda start, end: None
+    prefix: Prefix | None = None
     reference_nll: np.ndarray = field(init=False)
     seconds: float = 0.0
 
@@ -83,17 +85,35 @@ class Walk:
 
         What a lane raises ends that lane only; what the reference raises is raised.
         """
-        cache = DynamicCache(config=self.model.config)
+        cache: Any = DynamicCache(config=self.model.config)
         scored = {position for window in self.windows.values() for position in window}
+        restored = 0
         for start, end in self.bounds:
+            if start >= restored and (there := self._restored(start)):
+                restored, cache = there
+            if start < restored:
+                self.tick(start, end)
+                continue
             targets = [position for position in range(start + 1, end + 1) if position in scored]
             with torch.inference_mode():
+                if self.prefix is not None and any(lane.first == start for lane in self.lanes):
+                    self.prefix.note(start, cache)
                 for lane in self.lanes:
                     if lane.first == start:
                         self._attempt(lane, partial(_open, lane, cache))
                 self._chunk(cache, start, end, targets)
             if end in self.windows:
                 yield end
+        if self.prefix is not None:
+            self.prefix.save(cache)
+
+    def _restored(self, start: int) -> tuple[int, Any] | None:
+        """Where the next lane begins and a cache that holds the text up to there, if no lane reads before."""
+        if self.prefix is None or any(lane.first <= start < lane.stop for lane in self.lanes):
+            return None
+        stop = min((lane.first for lane in self.lanes if lane.first > start), default=0)
+        cache = self.prefix.restore(stop)
+        return None if cache is None else (stop, cache)
 
     def _chunk(self, cache: Any, start: int, end: int, targets: list[int]) -> None:
         ids = self.ids[None, start:end]  # [1, chunk]

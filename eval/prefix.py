@@ -1,0 +1,168 @@
+"""The exact history of a text, kept on disk for the next sweep over it.
+
+Full-attention layers are kept whole, since any beginning of them serves a shorter context. Layers with a window keep
+only its end, so their state is kept at every place where a context's tail began. A file belongs to one model (its
+weights, dtype and positions) and one text; it is verified when opened, and of it only equal tokens count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+import kvquant
+from kvquant.keys import Identity, content_keys
+
+from .errors import InputError, one_line
+
+PARTS = ("keys", "values")
+STEP = 256  # tokens that are compared together
+LIMIT = 32 << 30  # bytes of all files in a folder
+
+
+@dataclass
+class Prefix:
+    """The exact history of ``ids`` (int64 ``[n]``) under ``model``, in ``folder``; ``say`` is told what becomes of it.
+
+    Call `open` first. A walk asks `restore` for what is there, tells `note` where tails begin, and `save` at its end.
+    """
+
+    model: Any
+    ids: Tensor
+    folder: Path
+    say: Callable[[str], None] = lambda line: None
+    length: int = 0  # tokens that are in the file and fit
+    _noted: dict[str, Tensor] = field(default_factory=dict)
+
+    def open(self) -> None:
+        """Make the folder and read what fits; raises `InputError` if that is not possible."""
+        kinds = {type(layer) for layer in DynamicCache(config=self.model.config).layers}
+        if kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+            raise InputError("--reuse-prefix: this model has layers whose state cannot be kept")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise InputError(f"--reuse-prefix: {self.folder}: {error.strerror or error}") from error
+        if self._path.exists():
+            self._read()
+        if self.length:
+            self.say(f"Reusing the exact history of {self.length} tokens in {self.folder}")
+
+    def restore(self, tokens: int) -> DynamicCache | None:
+        """A cache that holds the first ``tokens`` of the text, None if that is not there."""
+        if not 0 < tokens <= self.length:
+            return None
+        cache = DynamicCache(config=self.model.config)
+        with safe_open(self._path, "pt") as file:
+            names = set(file.keys())
+            for index, layer in enumerate(cache.layers):
+                if isinstance(layer, DynamicSlidingWindowLayer):
+                    if _name(tokens, index, "keys") not in names:
+                        return None
+                    layer.update(*(file.get_tensor(_name(tokens, index, part)) for part in PARTS))
+                    layer.cumulative_length = tokens
+                elif _name("all", index, "keys") in names:
+                    layer.update(*(file.get_slice(_name("all", index, part))[:, :, :tokens] for part in PARTS))
+        return cache
+
+    def note(self, tokens: int, cache: DynamicCache) -> None:
+        """Remember the windows of a cache that holds exactly ``tokens``."""
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length():
+                self._noted |= {_name(tokens, index, part): getattr(layer, part).clone() for part in PARTS}
+
+    def save(self, cache: DynamicCache) -> None:
+        """Write what a cache holds, unless as much is there already, and keep the folder within `LIMIT`."""
+        held = cache.get_seq_length() // STEP * STEP
+        if held <= self.length:
+            return
+        tensors = self._windows_of_the_file() | self._noted
+        for index, layer in enumerate(cache.layers):
+            if type(layer) is DynamicLayer and layer.get_seq_length():
+                tensors |= {_name("all", index, part): getattr(layer, part)[:, :, :held] for part in PARTS}
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if size > LIMIT:
+            self.say(f"The exact history is not kept: its {size >> 20} MiB are more than {LIMIT >> 20}")
+            return
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        facts = {"keys": self._keys[: held // STEP], "sums": {name: _sum(tensor) for name, tensor in tensors.items()}}
+        handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".partial")
+        os.close(handle)
+        try:
+            save_file(tensors, temporary, metadata={"kvquant": json.dumps(facts)})
+            os.replace(temporary, self._path)
+        except (OSError, SafetensorError) as error:
+            Path(temporary).unlink(missing_ok=True)
+            self.say(f"The exact history is not kept: {error}")
+            return
+        self.length = held
+        self._forget_oldest()
+        self.say(f"Kept the exact history of {held} tokens in {self.folder}")
+
+    def _windows_of_the_file(self) -> dict[str, Tensor]:
+        if not self.length:
+            return {}
+        with safe_open(self._path, "pt") as file:
+            places = [name for name in file.keys() if not name.startswith("all.")]  # noqa: SIM118  # not a mapping
+            return {name: file.get_tensor(name) for name in places if int(name.split(".")[0]) <= self.length}
+
+    @property
+    def _identity(self) -> Identity:
+        config = self.model.config.get_text_config(decoder=True)
+        positions = json.dumps(getattr(config, "rope_parameters", None), sort_keys=True, default=str)
+        return Identity(kvquant.model_fingerprint(self.model), "exact", str(self.model.dtype), positions)
+
+    @property
+    def _keys(self) -> list[str]:
+        return [key.hex() for key in content_keys(self._identity, self.ids, STEP)]
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / f"{self._keys[0][:32] if self._keys else 'empty'}.safetensors"
+
+    def _read(self) -> None:
+        """Verify the file, tensor by tensor, and see how much of it is of the same text."""
+        try:
+            with safe_open(self._path, "pt") as file:
+                facts = json.loads(file.metadata()["kvquant"])
+                for name, expected in facts["sums"].items():
+                    if _sum(file.get_tensor(name)) != expected:
+                        raise ValueError(f"{name} is damaged")
+                equal = [mine == kept for mine, kept in zip(self._keys, facts["keys"], strict=False)]
+        except Exception as error:  # whatever is wrong with the file, the history is computed again
+            self.say(f"The exact history in {self._path.name} is of no use and will be replaced: {one_line(error)}")
+            return
+        self.length = STEP * (equal.index(False) if False in equal else len(equal))
+        os.utime(self._path)
+
+    def _forget_oldest(self) -> None:
+        files = sorted(self.folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime, reverse=True)
+        total = 0
+        for file in files:
+            total += file.stat().st_size
+            if total > LIMIT and file != self._path:
+                file.unlink()
+
+
+def _name(place: int | str, layer: int, part: str) -> str:
+    """Of a tensor in the file; ``place`` is ``all``, or the tokens before a window's state."""
+    return f"{place}.{layer}.{part}"
+
+
+def _sum(tensor: Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy().data)
