@@ -6,6 +6,8 @@ Every cache is filled with tensors without memory, so the bytes are those it wil
 from __future__ import annotations
 
 import re
+import resource
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +94,12 @@ def groups(found: Estimate, limit: int) -> list[list[str]]:
         else:
             parts.append([name])
     return parts
+
+
+def peak_memory() -> int:
+    """Bytes of the most memory this process has had in use at once."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10  # KiB elsewhere
 
 
 def in_words(size: int) -> str:
