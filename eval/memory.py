@@ -6,7 +6,6 @@ Every cache is filled with tensors without memory, so the bytes are those it wil
 from __future__ import annotations
 
 import re
-import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,6 +97,10 @@ def groups(found: Estimate, limit: int) -> list[list[str]]:
 
 def peak_memory() -> int:
     """Bytes of the most memory this process has had in use at once."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return int(psutil.Process().memory_info().peak_wset)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10  # KiB elsewhere
 
