@@ -100,7 +100,7 @@ def peak_memory() -> int:
     try:
         import resource
     except ImportError:  # Windows
-        return int(psutil.Process().memory_info().peak_wset)
+        return int(getattr(psutil.Process().memory_info(), "peak_wset"))  # noqa: B009
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10  # KiB elsewhere
 
