@@ -6,6 +6,7 @@ Every cache is filled with tensors without memory, so the bytes are those it wil
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,16 @@ def groups(found: Estimate, limit: int) -> list[list[str]]:
         else:
             parts.append([name])
     return parts
+
+
+def peak_memory() -> int:
+    """Bytes of the most memory this process has had in use at once."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return int(getattr(psutil.Process().memory_info(), "peak_wset"))  # noqa: B009
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10  # KiB elsewhere
 
 
 def in_words(size: int) -> str:

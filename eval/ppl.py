@@ -16,7 +16,7 @@ import kvquant
 
 from . import report, results
 from .errors import InputError
-from .memory import estimate, groups, in_words, parse_size
+from .memory import estimate, groups, in_words, parse_size, peak_memory
 from .models import LoadedModel, load, prefixes_nest
 from .needle import Probe, plant, summary
 from .options import format_context, parse_contexts, split_list
@@ -244,12 +244,12 @@ def tokens_of(loaded: LoadedModel, text: Text, contexts: Sequence[int]) -> Token
 
 
 def _spent(terms: Terms, seconds: float) -> str:
-    """Where a sweep's time went; the rest is scoring."""
+    """Where a sweep's time went, scoring being the rest, and the most memory the process had."""
     parts = [f"uncompressed model {terms.exact:.1f} s"]
     if terms.compression:
         parts.append(f"compressing prefixes {terms.compression:.1f} s")
     parts += [f"policies' forwards {terms.policies:.1f} s", f"all {seconds:.1f} s"]
-    return "Time: " + ", ".join(parts)
+    return "Time: " + ", ".join(parts) + f". Peak memory: {in_words(peak_memory())}"
 
 
 def _stretch(config: Any, options: Options, contexts: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from kvquant import KVQuantCache
 from kvquant_eval.errors import InputError
-from kvquant_eval.memory import Estimate, estimate, groups, in_words, parse_size
+from kvquant_eval.memory import Estimate, estimate, groups, in_words, parse_size, peak_memory
 from kvquant_eval.protocols import take_over
 from kvquant_eval.sweep import Settings, Sweep
 from tests.models import FAMILIES, feed, prompt, tiny
@@ -67,6 +67,11 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(InputError, match="--max-memory: .* is not an amount of memory"):
         parse_size(text)
+
+
+def test_the_peak_is_at_least_what_is_held_now() -> None:
+    block = torch.ones(50_000_000)
+    assert peak_memory() >= psutil.Process().memory_info().rss * 0.98 > block.nbytes
 
 
 def test_amounts_in_words() -> None:
