@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import DynamicCache
 
 from kvquant import KVQuantCache
 from kvquant_eval.protocols import take_over
+from kvquant_eval.sweep import Settings, Sweep
 from kvquant_eval.walk import EXACT_CHUNK, Lane, chunk_bounds, steps
 from tests.models import FAMILIES, feed, stock, tiny
 
@@ -123,25 +125,16 @@ def test_the_text_is_read_once_however_many_cells(llama: Any, ids: torch.Tensor)
 def test_each_cell_is_dropped_when_its_context_ends(llama: Any, ids: torch.Tensor) -> None:
     alive: list[int] = []
     caches: list[Any] = []
-    made = KVQuantCache.for_model
 
-    class Watched:
-        @staticmethod
-        def for_model(model: Any, policy: Any) -> Any:
-            import weakref
-
-            cache = made(model, policy)
-            caches.append(weakref.ref(cache))
-            alive.append(sum(ref() is not None for ref in caches))
-            return cache
-
-    from functools import partial
-
-    from kvquant_eval.sweep import Settings, Sweep
+    def watched(policy: Any) -> Any:
+        cache = KVQuantCache.for_model(llama, policy)
+        caches.append(weakref.ref(cache))
+        alive.append(sum(ref() is not None for ref in caches))
+        return cache
 
     settings = Settings((96, 200, 500), "prefill", 16, 16)
     policies = [small_policy("int8"), small_policy("int4")]
-    rows = list(Sweep("tiny", llama, ids, policies, partial(Watched.for_model, llama), settings).rows())
+    rows = list(Sweep("tiny", llama, ids, policies, watched, settings).rows())
     assert len(rows) == 6
     assert max(alive) <= 2
 
