@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator
 
@@ -37,9 +38,7 @@ def ppl_plot(rows: Sequence[Row]) -> bytes | None:
     measured = [row for row in rows if drawable(row.ppl_delta_pct)]
     if not measured:
         return None
-    figure = new_figure(_WIDTH, 3.6)
-    axes = figure.add_subplot()
-    place = _context_axis(axes, measured, len(names))
+    figure, axes, place = _context_axes(measured, len(names))
     legend: Series = []
     for index, name in enumerate(names):
         look = style(index)
@@ -68,9 +67,7 @@ def kl_plot(rows: Sequence[Row]) -> bytes | None:
     measured = [row for row in rows if drawable(row.kl_mean)]
     if not any(row.kl_mean for row in measured):
         return None
-    figure = new_figure(_WIDTH, 3.6)
-    axes = figure.add_subplot()
-    place = _context_axis(axes, measured, len(names))
+    figure, axes, place = _context_axes(measured, len(names))
     legend: Series = []
     for index, name in enumerate(names):
         series = sorted((row for row in measured if row.policy == name), key=lambda row: row.context)
@@ -171,11 +168,13 @@ def _floor_line(axes: Axes, x: Sequence[float], y: Sequence[float]) -> tuple[Art
     return line, _FLOOR
 
 
-def _context_axis(axes: Axes, rows: Sequence[Row], policies: int) -> Callable[[Row, int], float]:
-    """Makes x the log2 of the context in tokens, ticked where rows are.
+def _context_axes(rows: Sequence[Row], policies: int) -> tuple[Figure, Axes, Callable[[Row, int], float]]:
+    """A figure and its axes, whose x is the log2 of the context in tokens, ticked where rows are.
 
-    Returns where a row of the policy of some index stands: beside those of the other policies at its context.
+    Third comes where a row of the policy of some index stands: beside those of the other policies at its context.
     """
+    figure = new_figure(_WIDTH, 3.6)
+    axes = figure.add_subplot()
     contexts = sorted({row.context for row in rows})
     places = [math.log2(context) for context in contexts]
     gap = min((b - a for a, b in pairwise(places)), default=3.0)  # octaves; a single context has more room
@@ -189,7 +188,7 @@ def _context_axis(axes: Axes, rows: Sequence[Row], policies: int) -> Callable[[R
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_context(round(2**x))))
     axes.set_xlabel("context, tokens")
-    return lambda row, index: math.log2(row.context) + (index - (policies - 1) / 2) * step
+    return figure, axes, lambda row, index: math.log2(row.context) + (index - (policies - 1) / 2) * step
 
 
 def _position_axis(axes: Axes, buckets: Sequence[Bucket]) -> Callable[[Bucket], float]:

@@ -119,7 +119,5 @@ def _filled(cache: Any, states: dict[int, tuple[Tensor, Tensor]]) -> int:
             continue
         cache.update(keys, values, index)
         layer = cache.layers[index]
-        for history in (layer.key, layer.value):
-            held = [*history.tails, *history.arena.storages(), *history.arena.raw.values()]
-            total += sum(tensor.nbytes for tensor in held)
+        total += sum(tensor.nbytes for history in (layer.key, layer.value) for tensor in history.tensors())
     return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,6 +39,16 @@ def parse_contexts(text: str) -> list[int]:
             )
         contexts.add(tokens)
     return sorted(contexts)
+
+
+def make_writable(option: str, folder: Path) -> None:
+    """Makes a folder and proves that files can be written there. Raises `InputError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"{option}: {folder}: {error.strerror or error}; allowed: a folder I can write to") from error
 
 
 def format_context(tokens: int) -> str:

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-import kvquant
+from kvquant.geometry import decoder_config
 from kvquant.keys import Identity, content_keys
 
 from .errors import InputError, one_line
+from .options import make_writable
 
 PARTS = ("keys", "values")
 STEP = 256  # tokens that are compared together
@@ -52,12 +54,7 @@ class Prefix:
         kinds = {type(layer) for layer in DynamicCache(config=self.model.config).layers}
         if kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
             raise InputError("--reuse-prefix: this model has layers whose state cannot be kept")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):
-                pass
-        except OSError as error:
-            raise InputError(f"--reuse-prefix: {self.folder}: {error.strerror or error}") from error
+        make_writable("--reuse-prefix", self.folder)
         if self._path.exists():
             self._read()
         if self.length:
@@ -121,15 +118,10 @@ class Prefix:
             places = [name for name in file.keys() if not name.startswith("all.")]  # noqa: SIM118  # not a mapping
             return {name: file.get_tensor(name) for name in places if int(name.split(".")[0]) <= self.length}
 
-    @property
-    def _identity(self) -> Identity:
-        config = self.model.config.get_text_config(decoder=True)
-        positions = json.dumps(getattr(config, "rope_parameters", None), sort_keys=True, default=str)
-        return Identity(kvquant.model_fingerprint(self.model), "exact", str(self.model.dtype), positions)
-
-    @property
+    @cached_property
     def _keys(self) -> list[str]:
-        return [key.hex() for key in content_keys(self._identity, self.ids, STEP)]
+        identity = Identity.of(self.model, decoder_config(self.model.config), "exact")
+        return [key.hex() for key in content_keys(identity, self.ids, STEP)]
 
     @property
     def _path(self) -> Path:

@@ -19,7 +19,7 @@ import pandas as pd
 
 from . import environment
 from .errors import InputError
-from .options import format_context
+from .options import format_context, make_writable
 from .plot import fidelity_plot
 from .rows import COLUMNS, Row
 from .table import columns
@@ -84,22 +84,13 @@ def prepare(folder: Path) -> None:
 
     Raises `InputError`, also where writing would replace somebody's files rather than an earlier report.
     """
-    _make_writable(folder)
+    make_writable("--out", folder)
     foreign = [name for name in _NAMES if (folder / name).exists() and not _is_report(folder)]
     if foreign:
         raise InputError(
             f"--out: {folder}: its {foreign[0]} is not an earlier report's and would be replaced; "
             "allowed: a new folder, or one with a report"
         )
-
-
-def _make_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise InputError(f"--out: {folder}: {error.strerror or error}; allowed: a folder I can write to") from error
 
 
 def _is_report(folder: Path) -> bool:
@@ -135,7 +126,7 @@ def prepare_page(path: Path) -> None:
     """
     if path.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out: {path}: not the name of a page; allowed: a file ending in .html")
-    _make_writable(path.parent)
+    make_writable("--out", path.parent)
     if path.is_dir():
         raise InputError(f"--out: {path}: Is a directory; allowed: a file ending in .html")
     foreign = [path] if path.exists() else _pictures(path)

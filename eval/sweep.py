@@ -68,7 +68,7 @@ class Sweep:
         for windows, group in self._walks:
             lanes = self._lanes(windows, group)
             for start, end in self._bounds(windows):
-                found += [(start, end)] * (1 + sum(lane.first <= start < lane.stop for lane in _each(lanes)))
+                found += [(start, end)] * (1 + sum(lane.reads(start) for lane in _each(lanes)))
         return found
 
     def rows(self, tick: Callable[[int, int], None] = lambda start, end: None) -> Iterator[Row]:

@@ -44,9 +44,9 @@ class Lane:
     open: Callable[[Any], Any]
     parts: int = 1
     cache: Any = None
-    nll: np.ndarray = field(default_factory=lambda: np.empty(0))
-    kl: np.ndarray = field(default_factory=lambda: np.empty(0))
-    agree: np.ndarray = field(default_factory=lambda: np.empty(0))
+    nll: np.ndarray = field(init=False)
+    kl: np.ndarray = field(init=False)
+    agree: np.ndarray = field(init=False)
     open_seconds: float = 0.0
     seconds: float = 0.0
     error: str | None = None
@@ -55,6 +55,10 @@ class Lane:
     def __post_init__(self) -> None:
         # Its last row predicts the token at ``stop``, which a longer context may score.
         self.nll, self.kl, self.agree = np.full((3, self.stop + 1), np.nan)
+
+    def reads(self, position: int) -> bool:
+        """Whether the token at ``position`` is one of the lane's."""
+        return self.first <= position < self.stop
 
 
 @dataclass
@@ -109,7 +113,7 @@ class Walk:
 
     def _restored(self, start: int) -> tuple[int, Any] | None:
         """Where the next lane begins and a cache that holds the text up to there, if no lane reads before."""
-        if self.prefix is None or any(lane.first <= start < lane.stop for lane in self.lanes):
+        if self.prefix is None or any(lane.reads(start) for lane in self.lanes):
             return None
         stop = min((lane.first for lane in self.lanes if lane.first > start), default=0)
         cache = self.prefix.restore(stop)
@@ -126,7 +130,7 @@ class Walk:
         self.reference_nll[targets] = _numbers(reference.nll(), targets)
         del logits
         for lane in self.lanes:
-            if lane.first <= start < lane.stop:
+            if lane.reads(start):
                 self._attempt(lane, partial(self._score, lane, ids, reference, rows, targets))
                 if end in self.windows and lane.error is None and lane.name:
                     lane.checkpoints[end] = lane.cache.stats(), lane.seconds
@@ -163,7 +167,7 @@ def steps(contexts: Iterable[int], chunk: int, lanes: Sequence[Lane]) -> list[tu
     starts = {lane.first for lane in lanes}
     quiet_before = False
     for start, end in chunk_bounds(contexts, chunk):
-        quiet = not any(lane.first <= start < lane.stop for lane in lanes)
+        quiet = not any(lane.reads(start) for lane in lanes)
         if quiet and quiet_before and start not in starts and end - joined[-1][0] <= EXACT_CHUNK:
             joined[-1] = (joined[-1][0], end)
         else:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,18 @@ class Identity:
     positions: str  # RoPE settings as JSON
     adapter: str = ""
     tenant: str = ""
+
+    @classmethod
+    def of(cls, model: nn.Module, config: Any, policy: str, adapter: str = "", tenant: str = "") -> Identity:
+        """That of what ``model`` caches under ``policy`` (a fingerprint); ``config`` is its text decoder's."""
+        return cls(
+            model=model_fingerprint(model),
+            policy=policy,
+            dtype=str(model.dtype),
+            positions=json.dumps(getattr(config, "rope_parameters", None), sort_keys=True, default=str),
+            adapter=adapter,
+            tenant=tenant,
+        )
 
     def digest(self) -> bytes:
         """32 bytes; the seed of every chain."""

@@ -6,7 +6,6 @@ Layers that are compressed share one set of rows and block tables; every other l
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from ..arena import SlotPool
 from ..blocks import BlockKey, KVBlock
 from ..errors import CacheStateError, KVQuantWarning, UnsupportedError
 from ..geometry import CROSS_KIND, cache_hazard, decoder_config, decoder_module, takes_cache
-from ..keys import Identity, content_keys, model_fingerprint
+from ..keys import Identity, content_keys
 from ..policy import PrecisionPolicy, ResolvedLayer, ResolvedPolicy
 from .calls import Calls
 from .layer import History
@@ -41,7 +40,7 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.calls = calls
         self.key = key
         self.value = value
-        calls.held[index] = 0
+        calls.held.setdefault(index, 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the first `update` does."""
@@ -88,10 +87,7 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def fork(self, calls: Calls) -> KVQuantLayer:
         """A copy that belongs to ``calls`` and shares every block."""
-        columns = calls.held[self.index]
-        twin = KVQuantLayer(self.index, calls, self.key.fork(), self.value.fork())
-        calls.held[self.index] = columns
-        return twin
+        return KVQuantLayer(self.index, calls, self.key.fork(), self.value.fork())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise UnsupportedError("a layer of a KVQuantCache shares its rows with the others: copy the cache")
@@ -118,6 +114,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self._calls = Calls(self.rows)
         self._config = decoder_config(config)
         self._model: Callable[[], Any] = lambda: None
+        self._decoder: Callable[[], Any] = lambda: None
         self._bytes: dict[int, int] = {}  # per compressed layer, as of its last update
         self._peak = 0
         layers = DynamicCache(config=config).layers
@@ -139,21 +136,27 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         config = getattr(model, "config", model)
         if not hasattr(config, "get_text_config"):
             raise UnsupportedError(f"{type(model).__name__} is neither a transformers model nor its config")
-        if model is not config and not takes_cache(decoder_module(model)):
+        decoder = None if model is config else decoder_module(model)
+        if decoder is not None and not takes_cache(decoder):
             raise UnsupportedError(f"{type(model).__name__} takes no cache: there is nothing to serve")
         if not isinstance(policy, PrecisionPolicy):
             policy = PrecisionPolicy.load(policy)
         if hazard := cache_hazard(config):
             warnings.warn(hazard, KVQuantWarning, stacklevel=2)
         cache = cls(policy.resolve(model), config, tenant, adapter)
-        if model is not config:
-            cache._model = weakref.ref(model)
+        if decoder is not None:
+            cache._model, cache._decoder = weakref.ref(model), weakref.ref(decoder)
         return cache
 
     @property
     def model(self) -> Any:
         """The model the cache was built for, None where that was a config or is gone."""
         return self._model()
+
+    @property
+    def decoder(self) -> Any:
+        """The part of `model` that takes the cache."""
+        return self._decoder()
 
     def begin(
         self,
@@ -320,14 +323,8 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             raise CacheStateError("content keys need token ids: use kvquant.enable(model), or begin(input_ids)")
         if not entry.at_home():
             raise CacheStateError("content keys need tokens at positions 0, 1, …; this row's are others")
-        identity = Identity(
-            model=model_fingerprint(model),
-            policy=self.resolved.policy.fingerprint(),
-            dtype=str(model.dtype),
-            positions=json.dumps(getattr(self._config, "rope_parameters", None), sort_keys=True, default=str),
-            adapter=self.adapter,
-            tenant=self.tenant,
-        )
+        policy = self.resolved.policy.fingerprint()
+        identity = Identity.of(model, self._config, policy, self.adapter, self.tenant)
         ids = torch.cat(entry.ids) if entry.ids else torch.empty(0, dtype=torch.int64)
         return content_keys(identity, ids[: entry.sealed], self.rows.block_tokens)
 

@@ -67,7 +67,7 @@ def _announce(
         given |= {name: given[name][..., -1:] for name in ("input_ids", "position_ids") if given.get(name) is not None}
         ids = given["input_ids"]
     shaped = ids if isinstance(ids, Tensor) else embeds
-    if cache.model is not None and decoder_module(cache.model) is not module:
+    if cache.model is not None and cache.decoder is not module:
         ids = None  # another model's keys and values must not get this model's content keys
     if isinstance(shaped, Tensor):
         cache.begin(ids, given.get("attention_mask"), given.get("position_ids"), new=shaped.shape[1])

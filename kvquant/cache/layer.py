@@ -146,6 +146,12 @@ class History:
         raw = sum(tensor.numel() for tensor in self._raw_tensors())
         return blocks, 2 * raw
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything allocated: slots, used or not, and raw tokens."""
+        if self.arena is not None:
+            yield from self.arena.storages()
+            yield from self._raw_tensors()
+
     def _raw_tensors(self) -> Iterator[Tensor]:
         assert self.arena is not None
         yield from self.tails

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 
+import kvquant_eval.hub
 from kvquant import register_codec
 from kvquant.codecs import unregister_codec
 
@@ -70,3 +75,43 @@ def text_file(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text(SAMPLE)
     return path
+
+
+@pytest.fixture
+def arguments(model_folder: Path, text_file: Path, policy_file: Callable[[str], Path]) -> dict[str, str]:
+    """Options of a `kvquant ppl` of seconds."""
+    policies = f"{policy_file('int8')},{policy_file('int4')}"
+    return {
+        "--model": str(model_folder),
+        "--policies": policies,
+        "--contexts": "96,128",
+        "--text": str(text_file),
+        "--chunk": "8",
+        "--score-tokens": "64",
+    }
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A hub on this machine that answers everything with the ``status`` and the error ``code`` put here."""
+    reply: dict[str, Any] = {"status": 404, "code": ""}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(reply["status"])
+            if reply["code"]:
+                self.send_header("x-error-code", reply["code"])
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(
+            kvquant_eval.hub, "HfApi", partial(HfApi, endpoint=f"http://127.0.0.1:{server.server_port}")
+        )
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield reply
+        server.shutdown()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -81,46 +79,24 @@ def test_the_alias_finds_its_package_without_importing_it(tmp_path: Path, monkey
     assert "some_weights" not in sys.modules
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """A hub on this machine that answers everything with the status put in the list."""
-    status = [404]
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status[0])
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(hub_module, "HfApi", partial(HfApi, endpoint=f"http://127.0.0.1:{server.server_port}"))
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        yield status
-        server.shutdown()
-
-
 @pytest.mark.parametrize("answer", [401, 403, 404])
-def test_a_model_the_hub_denies(hub: list[int], answer: int) -> None:
-    hub[0] = answer
+def test_a_model_the_hub_denies(hub: dict[str, Any], answer: int) -> None:
+    hub["status"] = answer
     assert "the hub has no such model, or none it shows you" in refused("nobody/nothing")
 
 
 @pytest.mark.parametrize("answer", [500, 503, None])
 def test_an_unreachable_hub_leaves_the_local_cache(
-    hub: list[int], answer: int | None, monkeypatch: pytest.MonkeyPatch
+    hub: dict[str, Any], answer: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if answer is None:
         monkeypatch.setattr(hub_module, "HfApi", partial(HfApi, endpoint="http://127.0.0.1:9"))
     else:
-        hub[0] = answer
+        hub["status"] = answer
     assert "the hub can't be reached, and its local cache has no such model" in refused("nobody/nothing")
 
 
-def test_a_name_no_hub_could_have(hub: list[int]) -> None:
+def test_a_name_no_hub_could_have(hub: dict[str, Any]) -> None:
     assert "the hub has no such model" in refused("two words/no")
 
 

@@ -18,7 +18,7 @@ from kvquant_eval.protocols import take_over
 from kvquant_eval.sweep import Settings, Sweep
 from tests.models import FAMILIES, feed, prompt, tiny
 
-from .test_ppl_cli import arguments, ppl  # noqa: F401
+from .test_ppl_cli import ppl
 from .tiny import small_policy
 
 
@@ -92,7 +92,7 @@ def test_a_split_sweep_gives_the_same_rows(llama: Any, ids: torch.Tensor, protoc
 
 
 def test_the_command_splits_or_refuses_before_it_starts(
-    arguments: dict[str, str],  # noqa: F811
+    arguments: dict[str, str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert ppl(arguments, "--json", "--max-memory", "64G") == 0

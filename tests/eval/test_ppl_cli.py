@@ -24,19 +24,6 @@ PolicyFile = Callable[[str], Path]
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def arguments(model_folder: Path, text_file: Path, policy_file: PolicyFile) -> dict[str, str]:
-    policies = f"{policy_file('int8')},{policy_file('int4')}"
-    return {
-        "--model": str(model_folder),
-        "--policies": policies,
-        "--contexts": "96,128",
-        "--text": str(text_file),
-        "--chunk": "8",
-        "--score-tokens": "64",
-    }
-
-
 def ppl(arguments: dict[str, str], *more: str) -> int:
     code: int = main(["ppl", *(word for pair in arguments.items() for word in pair), *more])
     return code

@@ -16,7 +16,7 @@ from kvquant_eval.prefix import Prefix
 from kvquant_eval.sweep import Settings, Sweep
 from tests.models import tiny
 
-from .test_ppl_cli import arguments, ppl, rows_of  # noqa: F401
+from .test_ppl_cli import ppl, rows_of
 from .tiny import small_policy, tiny_llama
 
 CONTEXTS = (300, 600, 900)
@@ -176,7 +176,7 @@ def test_who_is_refused(tmp_path: Path, text: torch.Tensor) -> None:
         Prefix(tiny_llama(), text, tmp_path / "file").open()
 
 
-def test_command(arguments: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:  # noqa: F811
+def test_command(arguments: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     given = arguments | {"--contexts": "96,500", "--protocol": "prefill", "--reuse-prefix": str(tmp_path / "kept")}
     for name in ("a", "b"):
         assert ppl(given | {"--out": str(tmp_path / name)}) == 0
