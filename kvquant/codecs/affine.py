@@ -4,9 +4,12 @@
 channels). ``axis="token"``: a group is ``group`` channels of one token. Method: KIVI (Liu et al., 2024); with
 ``rotate="hadamard"``, QuaRot (Ashkboos et al., 2024).
 
-At 4 and 8 bits the range is that of the group. Zero is rounded down and scale up to what float16 holds *before*
-codes are taken, so every value decodes to within half a stored step, whatever the range. At 2 and 3 bits that would
-waste codes on the extremes: the range is the one of least squared error instead, searched for and refined.
+At 8 bits the codes span a group's extremes. At 4 a line is fitted once, by least squares, to the values over the
+codes they get so, and each end may move by half a step: more would clip the keys that attention is after. At 2 and 3
+bits the extremes waste codes: the range of least squared error is searched for, then fitted.
+
+Zero is rounded down and scale up to what float16 holds *before* codes are taken, so that every value decodes to within
+half a step, whatever the range; at 4 bits a stored step or a fifteenth of the range, and below not those cut off.
 
 A block whose range float16 cannot hold keeps float32 parameters.
 """
@@ -71,11 +74,8 @@ class Affine:
         if self.rotate == "hadamard":
             x = hadamard(x)
         grouped, reduced = self._group(x)
-        low, high = torch.aminmax(grouped, dim=reduced, keepdim=True)
-        if self.bits <= 3:
-            low, high = self._least_squares(grouped, low, high, reduced)
-        zero, scale = self._parameters(low, high)
-        codes = self._codes(grouped, zero, scale).to(torch.uint8)
+        zero, scale = self._parameters(*self._range(grouped, reduced))
+        codes = self._codes(grouped, zero, scale).to(torch.int16).to(torch.uint8)  # at once takes four times as long
         return {
             "codes": pack(codes.reshape(n, heads, tokens, dim), self.bits),
             "scale": scale.squeeze(reduced),
@@ -111,46 +111,77 @@ class Affine:
         group = self.channel_group(dim)
         return x.reshape(n, heads, tokens, dim // group, group), -1
 
-    def _codes(self, grouped: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
-        # A constant group has scale 0; any divisor gives it code 0.
-        codes = (grouped - zero).div_(torch.where(scale > 0, scale, 1.0))
-        return codes.round_().clamp_(0, (1 << self.bits) - 1)
+    @property
+    def _top(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
 
-    def _least_squares(self, x: Tensor, low: Tensor, high: Tensor, reduced: int) -> tuple[Tensor, Tensor]:
-        """The range of least squared error: the best of a grid, then line fits of values on their codes."""
-        top = (1 << self.bits) - 1
+    def _codes(self, grouped: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
+        return _steps(grouped, zero, scale).round_().clamp_(0, self._top)
+
+    def _range(self, x: Tensor, reduced: int) -> tuple[Tensor, Tensor]:
+        """What the lowest and the highest code of each group stand for."""
+        # aminmax takes ten times as long on a CPU
+        low, high = x.amin(reduced, keepdim=True), x.amax(reduced, keepdim=True)
+        if self.bits == 8:
+            return low, high
+        zero, scale = low, (high - low) / self._top
+        if self.bits == 4:
+            half = scale / 2
+            zero, scale = self._fit(x, zero, scale, reduced)
+            return zero.clamp(low - half, low + half), (zero + self._top * scale).clamp(high - half, high + half)
+        zero, scale = self._search(x, low, high, reduced)
+        for _ in range(REFINEMENTS):
+            zero, scale = self._fit(x, zero, scale, reduced)
+        return zero, zero + self._top * scale
+
+    def _search(self, x: Tensor, low: Tensor, high: Tensor, reduced: int) -> tuple[Tensor, Tensor]:
+        """Zero and scale of least squared error on a grid of narrower ranges."""
         middle = (low + high) / 2
         best = torch.full_like(low, torch.inf)
-        zero, scale = low, (high - low) / top
+        zero, scale = low, (high - low) / self._top
         for below, above in itertools.product(SHRINK, SHRINK):
-            lowest, step = middle - (middle - low) * below, ((high - middle) * above + (middle - low) * below) / top
+            lowest = middle - (middle - low) * below
+            step = ((high - middle) * above + (middle - low) * below) / self._top
             error = _sum(self._codes(x, lowest, step).mul_(step).add_(lowest).sub_(x).square_(), reduced)
             better = error < best
             best = torch.where(better, error, best)
             zero, scale = torch.where(better, lowest, zero), torch.where(better, step, scale)
-        count = x.shape[reduced]
-        mean = _sum(x, reduced) / count
-        for _ in range(REFINEMENTS):
-            codes = self._codes(x, zero, scale)
-            centre = _sum(codes, reduced) / count
-            codes.sub_(centre)
-            spread = _sum(codes.square(), reduced)
-            slope = _sum(codes * (x - mean), reduced) / spread
-            scale = torch.where(spread > 0, slope, scale)
-            zero = torch.where(spread > 0, mean - scale * centre, zero)
-        return zero, zero + top * scale
+        return zero, scale
+
+    def _fit(self, x: Tensor, zero: Tensor, scale: Tensor, reduced: int) -> tuple[Tensor, Tensor]:
+        """The line of least squared error through the values over their codes: its start and slope.
+
+        Values are counted in whole parts of a step, so that sums are exact in float32. (The order of a sum depends on
+        strides and batch; codes must not.)
+        """
+        top, count = self._top, x.shape[reduced]
+        parts = 2 ** (24 - (3 * top * top * count).bit_length())  # a sum's terms are at most 3 · top · top · parts
+        steps = _steps(x, zero, scale).mul_(parts).round_().clamp_(-2 * top * parts, 3 * top * parts)
+        codes = (steps / parts).round_().clamp_(0, top)
+        sum_steps, sum_codes = (part.sum(reduced, keepdim=True) for part in (steps, codes))
+        products = steps.mul_(codes).sum(reduced, keepdim=True)
+        squares = codes.square_().sum(reduced, keepdim=True)
+        slope = (products - sum_codes * sum_steps / count) / (squares - sum_codes * sum_codes / count) / parts
+        start = (sum_steps / parts - slope * sum_codes) / count
+        fits = slope.isfinite()
+        return torch.where(fits, zero + scale * start, zero), torch.where(fits, scale * slope, scale)
 
     def _parameters(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Zero and scale as stored; float32 holding float16 values unless a block overflows float16."""
-        top = (1 << self.bits) - 1
         zero = _round_down_fp16(low)
-        scale = -_round_down_fp16(-((high - zero) / top))
+        scale = -_round_down_fp16(-((high - zero) / self._top))
         # Per block, so that a block's parameters never depend on its neighbours.
         wide = torch.maximum(low.abs(), high.abs()).flatten(1).amax(dim=1) > FP16_MAX
         if wide.is_meta or not wide.any():
             return zero.half(), scale.half()
         wide = wide.view(-1, *[1] * (low.dim() - 1))
-        return torch.where(wide, low, zero), torch.where(wide, (high - low) / top, scale)
+        return torch.where(wide, low, zero), torch.where(wide, (high - low) / self._top, scale)
+
+
+def _steps(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
+    """Values in steps of ``scale`` above ``zero``; of a constant group, whose scale is 0, any do."""
+    return (x - zero).div_(torch.where(scale > 0, scale, 1.0))
 
 
 def _sum(x: Tensor, dim: int) -> Tensor:

@@ -93,7 +93,7 @@ def test_pinned_numbers(llama: Any, ids: torch.Tensor) -> None:
     int8, int4 = prefill(llama, ids, [small_policy("int8"), small_policy("int4")], 160)
     assert int4.ppl_baseline == pytest.approx(457.7116, rel=1e-4)
     assert int8.kl_mean == pytest.approx(1.809e-4, rel=0.03)
-    assert int4.kl_mean == pytest.approx(0.0447, rel=0.03)
+    assert int4.kl_mean == pytest.approx(0.03627, rel=0.03)
 
 
 def test_errors_of_the_prefix_do_not_add_up(llama: Any, ids: torch.Tensor) -> None:

@@ -105,7 +105,7 @@ def test_pinned_numbers(llama: Any, ids: torch.Tensor) -> None:
     int8, int4 = sweep(llama, ids, [small_policy("int8"), small_policy("int4")], 160)
     assert int4.ppl_baseline == pytest.approx(457.7116, rel=1e-4)
     assert int8.kl_mean == pytest.approx(1.803e-4, rel=0.03)
-    assert int4.kl_mean == pytest.approx(0.05292, rel=0.03)
+    assert int4.kl_mean == pytest.approx(0.04181, rel=0.03)
     assert (int8.kv_bytes, int4.kv_bytes, int4.kv_bytes_baseline) == (62464, 41984, 81920)
 
 
