@@ -69,7 +69,7 @@ def estimate(model: Any, policies: Sequence[Any], new: NewCache, context: int, c
     mask = EXACT_CHUNK * context * logits.itemsize
     work = 2 * largest + mask + 3 * chunk * logits.shape[-1] * logits.itemsize + _SLICES
     copies = {policy.name: _filled(new(policy), states) for policy in policies}
-    return Estimate(psutil.Process().memory_info().rss, exact, copies, work)
+    return Estimate(resident_memory(), exact, copies, work)
 
 
 def groups(found: Estimate, limit: int) -> list[list[str]]:
@@ -93,6 +93,11 @@ def groups(found: Estimate, limit: int) -> list[list[str]]:
         else:
             parts.append([name])
     return parts
+
+
+def resident_memory() -> int:
+    """Bytes of memory this process has in use."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_memory() -> int:

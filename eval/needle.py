@@ -16,13 +16,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
+from .exact import branch, exact_cache
 from .protocols import NewCache, take_over
 from .rows import Needle
 from .walk import EXACT_CHUNK, chunk_bounds, forward
@@ -90,16 +91,17 @@ class Probe:
     def run(self, haystack: Haystack) -> Iterator[tuple[str, tuple[Needle, ...]]]:
         """(policy, its `Needle` per depth), one policy after the other."""
         with torch.inference_mode():
-            exact = DynamicCache(config=self.model.config)
+            exact = exact_cache(self.model, len(haystack.ids))
             self._read(exact, haystack.ids, EXACT_CHUNK)
-            baseline = self._answers(exact, haystack)
+            baseline = self._answers(partial(branch, exact), haystack)
             for policy in self.policies:
                 cache = self.new(policy)
                 if self.protocol == "prefill":
                     take_over(cache, exact)
                 else:
                     self._read(cache, haystack.ids, self.chunk)
-                yield policy.name, tuple(_by_depth(haystack, self._answers(cache, haystack), baseline))
+                answers = self._answers(partial(copy.deepcopy, cache), haystack)
+                yield policy.name, tuple(_by_depth(haystack, answers, baseline))
 
     def forwards(self, length: int) -> list[tuple[int, int]]:
         """The forwards over a haystack of ``length`` tokens, for progress; questions are not counted."""
@@ -111,12 +113,15 @@ class Probe:
             forward(self.model, ids[None, start:end], cache, torch.zeros(0, dtype=torch.long))
             self.tick(start, end)
 
-    def _answers(self, cache: Any, haystack: Haystack) -> list[tuple[float, bool]]:
-        """For each question: the mean log-probability of the answer's tokens, and whether each was the likeliest."""
+    def _answers(self, fresh: Callable[[], Any], haystack: Haystack) -> list[tuple[float, bool]]:
+        """The mean log-probability of each answer's tokens, and whether each was the likeliest.
+
+        Every question is asked of a ``fresh`` copy of the cache.
+        """
         found = []
         for question in haystack.questions:
             rows = torch.arange(len(question.ids) - question.answer - 1, len(question.ids) - 1)
-            logits, _ = forward(self.model, question.ids[None, :-1], copy.deepcopy(cache), rows)
+            logits, _ = forward(self.model, question.ids[None, :-1], fresh(), rows)
             answer = question.ids[-question.answer :]
             logprobs = logits.double().log_softmax(-1).gather(1, answer[:, None])
             found.append((float(logprobs.mean()), bool((logits.argmax(-1) == answer).all())))

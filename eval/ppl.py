@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ import kvquant
 
 from . import report, results
 from .errors import InputError
-from .memory import estimate, groups, in_words, parse_size, peak_memory
+from .memory import estimate, groups, in_words, parse_size, peak_memory, resident_memory
 from .models import LoadedModel, load, prefixes_nest
 from .needle import Probe, plant, summary
 from .options import format_context, parse_contexts, split_list
@@ -104,6 +104,7 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
         say(description)
     if done:
         say(f"{len(done)} of {len(contexts) * len(policies)} rows are done already")
+    loaded_memory = resident_memory()
     kept = _Kept(blank, options.out, [policy.name for policy in policies], list(done))
     began = time.monotonic()
     probe = _needles(loaded, tokens, policies, new, settings) if options.needle else None
@@ -115,8 +116,12 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     if probe is not None:
         for row in probe(kept.result().rows, progress):
             kept.add(row)
-    say(_spent(sweep.terms, time.monotonic() - began))
-    return kept.finish()
+    spent = _spent(sweep.terms, time.monotonic() - began) | {
+        "memory": f"{in_words(loaded_memory)} with the model loaded, {in_words(peak_memory())} at most"
+    }
+    for name, words in spent.items():
+        say(f"{name.capitalize()}: {words}")
+    return kept.finish(spent)
 
 
 @dataclass
@@ -135,20 +140,24 @@ class _Kept:
         self.rows.append(row)
         complete = {kept.policy for kept in self.rows if kept.context == row.context} >= {*self.policies}
         if row.status != "skipped" and (complete or time.monotonic() - self.written > _WRITE_SECONDS):
-            self.finish()
+            self._write(self.result())
 
     def result(self) -> report.Report:
         """All rows, by context, then policy."""
         rows = sorted(self.rows, key=lambda row: (row.context, self.policies.index(row.policy)))
         return replace(self.blank, rows=rows)
 
-    def finish(self) -> report.Report:
-        """The same, written."""
+    def finish(self, spent: Mapping[str, str]) -> report.Report:
+        """The same with what it took, written."""
         result = self.result()
+        result = replace(result, facts={**result.facts, **spent})
+        self._write(result)
+        return result
+
+    def _write(self, result: report.Report) -> None:
         if self.folder is not None:
             report.write(self.folder, result)
             self.written = time.monotonic()
-        return result
 
 
 def _earlier(options: Options, now: report.Report) -> list[Row]:
@@ -243,13 +252,15 @@ def tokens_of(loaded: LoadedModel, text: Text, contexts: Sequence[int]) -> Token
     return tokens
 
 
-def _spent(terms: Terms, seconds: float) -> str:
-    """Where a sweep's time went, scoring being the rest, and the most memory the process had."""
+def _spent(terms: Terms, seconds: float) -> dict[str, str]:
+    """Where a sweep's time went, the rest being scoring and needles."""
     parts = [f"uncompressed model {terms.exact:.1f} s"]
     if terms.compression:
         parts.append(f"compressing prefixes {terms.compression:.1f} s")
-    parts += [f"policies' forwards {terms.policies:.1f} s", f"all {seconds:.1f} s"]
-    return "Time: " + ", ".join(parts) + f". Peak memory: {in_words(peak_memory())}"
+    parts.append(f"policies' forwards {terms.policies:.1f} s")
+    total = terms.exact + terms.compression + terms.policies
+    ratio = f" ({seconds / total:.2f} × their sum)" if total else ""
+    return {"time": f"{', '.join(parts)}; all {seconds:.1f} s{ratio}"}
 
 
 def _stretch(config: Any, options: Options, contexts: Sequence[int]) -> str:

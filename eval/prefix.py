@@ -28,6 +28,7 @@ from kvquant.geometry import decoder_config
 from kvquant.keys import Identity, content_keys
 
 from .errors import InputError, one_line
+from .exact import exact_cache
 from .options import make_writable
 
 PARTS = ("keys", "values")
@@ -60,11 +61,11 @@ class Prefix:
         if self.length:
             self.say(f"Reusing the exact history of {self.length} tokens in {self.folder}")
 
-    def restore(self, tokens: int) -> DynamicCache | None:
-        """A cache that holds the first ``tokens`` of the text, None if that is not there."""
+    def restore(self, tokens: int, room: int) -> DynamicCache | None:
+        """A cache for ``room`` tokens that holds the first ``tokens`` of the text, None if that is not there."""
         if not 0 < tokens <= self.length:
             return None
-        cache = DynamicCache(config=self.model.config)
+        cache = exact_cache(self.model, room)
         with safe_open(self._path, "pt") as file:
             names = set(file.keys())
             for index, layer in enumerate(cache.layers):
@@ -90,7 +91,7 @@ class Prefix:
             return
         tensors = self._windows_of_the_file() | self._noted
         for index, layer in enumerate(cache.layers):
-            if type(layer) is DynamicLayer and layer.get_seq_length():
+            if not isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length():
                 tensors |= {_name("all", index, part): getattr(layer, part)[:, :, :held] for part in PARTS}
         size = sum(tensor.nbytes for tensor in tensors.values())
         if size > LIMIT:

@@ -32,9 +32,11 @@ from typing import Any
 
 from transformers import DynamicCache
 
+from .exact import branch, exact_cache
 from .walk import Lane, chunk_bounds
 
 NewCache = Callable[[Any], Any]  # a policy's empty KVQuantCache
+FLOOR_TOKENS = 512
 
 
 def streaming_lanes(
@@ -61,10 +63,18 @@ def prefill_lanes(
     return lanes
 
 
-def floor_lane(model: Any, context: int, lanes: Mapping[tuple[str, int], Lane]) -> Lane:
-    """An uncompressed cache over a context of ``lanes``, fed in halves of a chunk: what arithmetic alone changes."""
+def floor_lane(
+    model: Any, bounds: Sequence[tuple[int, int]], context: int, lanes: Mapping[tuple[str, int], Lane]
+) -> Lane:
+    """An uncompressed cache that reads with the lanes of a context, in halves of a chunk: what arithmetic changes.
+
+    With a prefix that is there already, it reads no further than `FLOOR_TOKENS` need: enough to tell its size.
+    """
     first = min(lane.first for (_, read), lane in lanes.items() if read == context)
-    return Lane("", first, context, copy.deepcopy if first else lambda _: DynamicCache(config=model.config), parts=2)
+    if not first:
+        return Lane("", 0, context, lambda _: exact_cache(model, context), parts=2)
+    stop = min(end for _, end in bounds if end >= min(first + FLOOR_TOKENS, context))
+    return Lane("", first, stop, branch, parts=2)
 
 
 PROTOCOLS = {"streaming": streaming_lanes, "prefill": prefill_lanes}

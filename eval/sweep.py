@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from .errors import one_line
@@ -101,7 +102,7 @@ class Sweep:
         self.terms.exact += walk.seconds
         for lane in _each(lanes):
             if lane.name:
-                self.terms.compression += lane.open_seconds
+                self.terms.compression += lane.open_seconds if lane.first else 0.0
                 self.terms.policies += lane.seconds
             else:
                 self.terms.exact += lane.seconds
@@ -112,7 +113,8 @@ class Sweep:
         shortest = min(windows)
         missing = {cell: lane for cell, lane in cells.items() if cell not in self.done and cell[0] in group}
         if any(context == shortest for _, context in missing):
-            missing["", shortest] = floor_lane(self.model, shortest, cells)
+            bounds = chunk_bounds(windows, self.settings.chunk)
+            missing["", shortest] = floor_lane(self.model, bounds, shortest, cells)
         return missing
 
     def _cells(self, windows: dict[int, list[int]]) -> dict[tuple[str, int], Lane]:
@@ -130,9 +132,11 @@ class Sweep:
         scores = Scores(at, lane.nll[at], walk.reference_nll[at], lane.kl[at], lane.agree[at])
         stats, seconds = lane.checkpoints[context]
         numbers = fidelity(scores, self.settings.seed) | footprint(stats, seconds)
-        if floor := lanes.get(("", context)):
-            numbers["kl_floor"] = float(floor.kl[at].mean())
-        return replace(row, **numbers, compress_seconds=round(lane.open_seconds, 3))
+        if (floor := lanes.get(("", context))) and floor.error is None:
+            numbers["kl_floor"] = float(np.nanmean(floor.kl))
+        if lane.first:
+            numbers["compress_seconds"] = round(lane.open_seconds, 3)
+        return replace(row, **numbers)
 
     def _row(self, policy: str, context: int) -> Row:
         settings = self.settings

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from .errors import one_line
+from .exact import exact_cache
 from .metrics import Reference, compare
 from .prefix import Prefix
 
@@ -89,7 +89,7 @@ class Walk:
 
         What a lane raises ends that lane only; what the reference raises is raised.
         """
-        cache: Any = DynamicCache(config=self.model.config)
+        cache: Any = exact_cache(self.model, self.bounds[-1][1])
         scored = {position for window in self.windows.values() for position in window}
         restored = 0
         for start, end in self.bounds:
@@ -116,7 +116,7 @@ class Walk:
         if self.prefix is None or any(lane.reads(start) for lane in self.lanes):
             return None
         stop = min((lane.first for lane in self.lanes if lane.first > start), default=0)
-        cache = self.prefix.restore(stop)
+        cache = self.prefix.restore(stop, self.bounds[-1][1])
         return None if cache is None else (stop, cache)
 
     def _chunk(self, cache: Any, start: int, end: int, targets: list[int]) -> None:

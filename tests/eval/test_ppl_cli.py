@@ -82,12 +82,16 @@ def test_both_protocols_and_where_the_time_went(arguments: dict[str, str], capsy
         assert ppl(arguments | {"--contexts": "96,500"}, "--json", "--protocol", protocol) == 0
         out, err = capsys.readouterr()
         rows[protocol] = json.loads(out)["rows"]
-        assert re.search(r"uncompressed model [\d.]+ s, .*policies' forwards [\d.]+ s, all [\d.]+ s", err)
+        assert re.search(
+            r"uncompressed model [\d.]+ s, .*policies' forwards [\d.]+ s; all [\d.]+ s \([\d.]+ × their", err
+        )
+        assert re.search(r"Memory: .* with the model loaded, .* at most", err)
     for read, exact in zip(rows["streaming"], rows["prefill"], strict=True):
         assert (read["policy"], read["tokens_scored"]) == (exact["policy"], exact["tokens_scored"])
         assert exact["ppl_baseline"] == pytest.approx(read["ppl_baseline"], rel=1e-5)
         assert exact["kl_mean"] != read["kl_mean"]
         assert exact["compress_seconds"] > 0
+        assert read["compress_seconds"] is None
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvquant_eval.report import to_json
@@ -51,10 +51,12 @@ def test_a_loss_of_800_is_told_not_raised() -> None:
 
 
 @settings(deadline=None)
+@example([(0.0, 0.0, 1e308)] * 2)
 @given(st.lists(st.tuples(*[st.floats(0, allow_nan=False)] * 3), min_size=1, max_size=20))
 def test_whatever_the_losses_the_row_is_strict_json(losses: list[tuple[float, float, float]]) -> None:
     nll, reference, kl = (list(column) for column in zip(*losses, strict=True))
     row = Row(**(ROW.as_dict() | fidelity(cell(nll, reference, kl), seed=0)))
     parsed = json.loads(to_json(row.as_dict()), parse_constant=pytest.fail)
     assert parsed["tokens_scored"] == len(losses)
-    assert (parsed["reason"] == "") == all(parsed[name] is not None for name in COLUMNS[5:8])
+    numbers = (*COLUMNS[5:8], "kl_mean", "kl_p99")
+    assert (parsed["reason"] == "") == all(parsed[name] is not None for name in numbers)
