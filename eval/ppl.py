@@ -113,12 +113,13 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     with progress(title, forwards) if forwards else nullcontext(_no_tick) as tick:
         for row in sweep.rows(tick):
             kept.add(row)
+    spent = _spent(sweep.terms, time.monotonic() - began)
     if probe is not None:
+        began = time.monotonic()
         for row in probe(kept.result().rows, progress):
             kept.add(row)
-    spent = _spent(sweep.terms, time.monotonic() - began) | {
-        "memory": f"{in_words(loaded_memory)} with the model loaded, {in_words(peak_memory())} at most"
-    }
+        spent["time"] += f"; needles {time.monotonic() - began:.1f} s"
+    spent |= {"memory": f"{in_words(loaded_memory)} with the model loaded, {in_words(peak_memory())} at most"}
     for name, words in spent.items():
         say(f"{name.capitalize()}: {words}")
     return kept.finish(spent)
@@ -253,14 +254,17 @@ def tokens_of(loaded: LoadedModel, text: Text, contexts: Sequence[int]) -> Token
 
 
 def _spent(terms: Terms, seconds: float) -> dict[str, str]:
-    """Where a sweep's time went, the rest being scoring and needles."""
-    parts = [f"uncompressed model {terms.exact:.1f} s"]
-    if terms.compression:
-        parts.append(f"compressing prefixes {terms.compression:.1f} s")
-    parts.append(f"policies' forwards {terms.policies:.1f} s")
-    total = terms.exact + terms.compression + terms.policies
-    ratio = f" ({seconds / total:.2f} × their sum)" if total else ""
-    return {"time": f"{', '.join(parts)}; all {seconds:.1f} s{ratio}"}
+    """Where a sweep's time went, and how much more it was than what could not be spared."""
+    parts = {
+        "uncompressed model": terms.exact,
+        "compressing prefixes": terms.compression,
+        "policies' forwards": terms.policies,
+        "their scores": terms.scoring,
+    }
+    needed = sum(parts.values())
+    ratio = f", {seconds / needed:.2f} × their sum" if needed else ""
+    words = ", ".join(f"{name} {part:.1f} s" for name, part in parts.items() if part)
+    return {"time": f"{words}; all {seconds:.1f} s{ratio} (noise floor {terms.floor:.1f} s)"}
 
 
 def _stretch(config: Any, options: Options, contexts: Sequence[int]) -> str:

@@ -36,12 +36,14 @@ class Settings:
 
 @dataclass
 class Terms:
-    """Seconds of a sweep: the uncompressed model's forwards, with those of the noise floor, compressing prefixes, and
-    the policies' forwards."""
+    """Seconds of a sweep: forwards of the uncompressed model, compressing prefixes, forwards of the policies and their
+    scoring, and what the noise floor takes beside them."""
 
     exact: float = 0.0
     compression: float = 0.0
     policies: float = 0.0
+    scoring: float = 0.0
+    floor: float = 0.0
 
 
 @dataclass
@@ -104,8 +106,9 @@ class Sweep:
             if lane.name:
                 self.terms.compression += lane.open_seconds if lane.first else 0.0
                 self.terms.policies += lane.seconds
+                self.terms.scoring += lane.scoring_seconds
             else:
-                self.terms.exact += lane.seconds
+                self.terms.floor += lane.open_seconds + lane.seconds + lane.scoring_seconds
 
     def _lanes(self, windows: dict[int, list[int]], group: Sequence[str]) -> dict[tuple[str, int], Lane]:
         """Every cell's lane, and the noise floor's under the name ``""``."""

@@ -49,6 +49,7 @@ class Lane:
     agree: np.ndarray = field(init=False)
     open_seconds: float = 0.0
     seconds: float = 0.0
+    scoring_seconds: float = 0.0
     error: str | None = None
     checkpoints: dict[int, tuple[Any, float]] = field(default_factory=dict)
 
@@ -152,11 +153,13 @@ class Walk:
             inside = rows[(rows >= first) & (rows < first + part.shape[1])] - first
             logits, seconds = forward(self.model, part, lane.cache, inside)
             lane.seconds += seconds
+            began = time.perf_counter()
             at = slice(done, done + len(inside))
             scores = compare(reference.rows(at), logits)
             lane.nll[targets[at]] = _numbers(scores.nll, targets[at])
             lane.kl[targets[at]] = _numbers(scores.kl, targets[at])
             lane.agree[targets[at]] = scores.agree.numpy()
+            lane.scoring_seconds += time.perf_counter() - began
             del logits  # or they would live on through the next forward
             done, first = at.stop, first + part.shape[1]
 
