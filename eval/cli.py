@@ -104,8 +104,10 @@ def ppl(
         Protocol,
         typer.Option(help="streaming: every chunk reads a compressed past. prefill: exact past, then compressed."),
     ] = Protocol.streaming,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens per forward.")] = 128,
-    score_tokens: Annotated[int, typer.Option(min=1, help="Tokens scored at the end of each context.")] = 2048,
+    chunk: Annotated[str, typer.Option(metavar="TOKENS", help="Tokens per forward.")] = "128",
+    score_tokens: Annotated[
+        str, typer.Option(metavar="TOKENS", help="How many are scored at the end of each context.")
+    ] = "2K",
     dtype: Annotated[DType, typer.Option(help="What the model computes in.")] = DType.float32,
     rope_scaling: Annotated[
         RopeScaling | None, typer.Option(help="Stretch positions to the longest context, and mark every row.")
@@ -124,6 +126,7 @@ def ppl(
 ) -> int:
     """See `_PPL_HELP`."""
     from .display import print_rows, progress
+    from .options import parse_tokens
     from .ppl import Options, run
     from .report import to_json
 
@@ -133,8 +136,8 @@ def ppl(
         contexts=contexts,
         text=tuple(text or ()),
         protocol=protocol.value,
-        chunk=chunk,
-        score_tokens=score_tokens,
+        chunk=parse_tokens("--chunk", chunk),
+        score_tokens=parse_tokens("--score-tokens", score_tokens),
         dtype=dtype.value,
         rope_scaling=rope_scaling.value if rope_scaling else "",
         needle=needle,

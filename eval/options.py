@@ -11,7 +11,7 @@ from pathlib import Path
 from .errors import InputError
 
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
-_CONTEXT = re.compile(r"(\d{1,12})([km]?)", re.IGNORECASE | re.ASCII)
+_TOKENS = re.compile(r"(\d{1,12})([km]?)", re.IGNORECASE | re.ASCII)
 
 
 def split_list(option: str, text: str) -> list[str]:
@@ -28,17 +28,21 @@ def parse_contexts(text: str) -> list[int]:
 
     Raises `InputError` for anything else than positive whole numbers.
     """
-    contexts = set()
-    for item in split_list("--contexts", text):
-        match = _CONTEXT.fullmatch(item)
-        tokens = int(match[1]) * _UNITS[match[2].lower()] if match else 0
-        if tokens < 1:
-            raise InputError(
-                f"--contexts: {item!r} is not a context; allowed: whole numbers of tokens from 1, "
-                "also with K (1024) or M (1048576), separated by commas"
-            )
-        contexts.add(tokens)
-    return sorted(contexts)
+    return sorted(
+        {parse_tokens("--contexts", item, ", separated by commas") for item in split_list("--contexts", text)}
+    )
+
+
+def parse_tokens(option: str, text: str, more: str = "") -> int:
+    """A number of tokens, as in `parse_contexts`; raises `InputError`, which ends in ``more``."""
+    match = _TOKENS.fullmatch(text)
+    tokens = int(match[1]) * _UNITS[match[2].lower()] if match else 0
+    if tokens < 1:
+        raise InputError(
+            f"{option}: {text!r} is not a number of tokens; allowed: whole numbers from 1, also with K (1024) or "
+            f"M (1048576){more}"
+        )
+    return tokens
 
 
 def make_writable(option: str, folder: Path) -> None:

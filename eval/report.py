@@ -25,6 +25,7 @@ from .rows import COLUMNS, Row
 from .table import columns
 
 _NAMES = ("rows.json", "rows.csv", "plot.png", "README.md")
+PAGE = "report.html"  # where a folder's page is, unless told otherwise
 GENERATOR = '<meta name="generator" content="kvquant report">'  # by which an earlier page is known
 
 
@@ -114,7 +115,11 @@ def write(folder: Path, report: Report) -> None:
         if plot is not None:
             _replace(folder / "plot.png", plot)
         else:
-            (folder / "plot.png").unlink(missing_ok=True)  # an earlier run's picture would not belong to these rows
+            (folder / "plot.png").unlink(missing_ok=True)  # an earlier run's would not belong to these rows,
+        page = folder / PAGE  # nor would its page
+        if _is_page(page):
+            for file in (page, *_pictures(page)):
+                file.unlink()
     except OSError as error:
         raise InputError(f"--out: {folder}: {error.strerror or error}") from error
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from .errors import InputError, one_line
-from .report import Report
+from .report import PAGE, Report
 from .rows import Row
 
 # What folders of earlier releases lack. Without these a `Report` would tell of this process instead.
@@ -66,7 +66,7 @@ def default_page(folders: Sequence[Path]) -> Path:
     """Where the page of a folder goes if nothing else is said; raises `InputError` if there are several."""
     if len({folder.resolve() for folder in folders}) > 1:
         raise InputError("--out: missing; allowed: the name of a page for several folders")
-    return folders[0] / "report.html"
+    return folders[0] / PAGE
 
 
 def _refuse(constant: str) -> NoReturn:

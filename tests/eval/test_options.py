@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvquant_eval.errors import InputError, one_line
-from kvquant_eval.options import format_context, parse_contexts, split_list, text_names
+from kvquant_eval.options import format_context, parse_contexts, parse_tokens, split_list, text_names
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,12 @@ def test_anything_else_is_refused_in_one_line_that_quotes_it(text: str) -> None:
 @given(st.integers(1, 10**12 - 1))
 def test_a_printed_context_reads_back(tokens: int) -> None:
     assert parse_contexts(format_context(tokens)) == [tokens]
+
+
+def test_numbers_of_tokens_are_read_as_contexts_are() -> None:
+    assert (parse_tokens("--chunk", "1K"), parse_tokens("--chunk", "7")) == (1024, 7)
+    with pytest.raises(InputError, match="--chunk: '1K,2K' is not a number of tokens; allowed: whole numbers"):
+        parse_tokens("--chunk", "1K,2K")
 
 
 def test_lists_drop_blanks_and_repeats() -> None:

@@ -339,7 +339,10 @@ def test_a_page_replaces_its_like_and_nothing_else(tmp_path: Path, capsys: Captu
     assert (tmp_path / "report-needles-2048.png").exists()
     assert GENERATOR in (tmp_path / "report.html").read_text()
     (tmp_path / "report-of-mine.png").touch()
+    copied = (tmp_path / "report.html").read_text()
     write(tmp_path, report(row()))
+    assert [path.name for path in tmp_path.glob("report*")] == ["report-of-mine.png"]  # it was of other rows
+    (tmp_path / "report.html").write_text(copied)
     assert main(["report", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.glob("report*")} == {
         *("report.html", "report-of-mine.png", "report-bytes.png", "report-ppl.png", "report-kl.png")
