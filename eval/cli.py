@@ -14,6 +14,7 @@ from enum import StrEnum
 from functools import partial
 from importlib import metadata
 from itertools import pairwise
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -278,6 +279,7 @@ def _only_our_output() -> Iterator[tuple[Console, Callable[[str], None]]]:
     logging.disable_progress_bar()
     disable_progress_bars()
     set_verbosity_error()  # type: ignore[no-untyped-call]
+    getLogger("bitsandbytes").setLevel(ERROR)  # misses a package for something else than codecs
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         warnings.filterwarnings("always", category=KVQuantWarning)
