@@ -1,0 +1,174 @@
+"""The compiled CPU kernels (``csrc/``), called through a plain C interface; nothing needs them.
+
+The library is built with the package where there is a compiler. It knows nothing of torch: pointers go in, and
+threads are those of the OpenMP runtime that torch has loaded already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..codecs import Codec
+from ..codecs.affine import Affine
+from ..codecs.raw import Raw
+from .segments import Dense, Sealed, Segment
+
+VERSION = 1  # of csrc/kvq.h
+ISAS = ("portable", "AVX2", "AVX-512BW", "AVX-512-VNNI")
+DENSE_STEP = 64  # tokens of a dense segment that are one piece of work
+
+_KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_SHAPE = struct.Struct("5q2f")
+_SIDE = struct.Struct("7q")
+_FORMAT = struct.Struct("6q")
+_REST = struct.Struct("6q")  # extra, blocks, tokens, first, stop, causal
+
+_formats: dict[tuple[int, ...], ctypes.Array[ctypes.c_char]] = {}  # a few, for ever
+_packed: WeakKeyDictionary[Sealed, bytes] = WeakKeyDictionary()
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The library, None where it was not built or is of another release."""
+    for path in sorted(Path(__file__).parent.glob("_native*")):
+        try:
+            found = ctypes.CDLL(str(path))
+            found.kvq_version.restype = found.kvq_best.restype = found.kvq_attention.restype = ctypes.c_int64
+            if found.kvq_version() == VERSION:
+                word, address = ctypes.c_int64, ctypes.c_void_p
+                found.kvq_attention.argtypes = [address, address, word, address, address, address, word, word]
+                return found
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+@lru_cache(maxsize=1)
+def isa() -> int:
+    """The best instruction set of this machine that the library has code for: an index of `ISAS`."""
+    found = library()
+    return 0 if found is None else int(found.kvq_best())
+
+
+def serves(query: Tensor, segments: Sequence[Segment]) -> bool:
+    """Whether the library can do this attention."""
+    if library() is None or query.device.type != "cpu":
+        return False
+    formats = {segment.value for segment in segments if isinstance(segment, Sealed)}
+    return len(formats) < 2 and all(_served(segment) for segment in segments)
+
+
+def attend(
+    query: Tensor,
+    segments: Sequence[Segment],
+    dim: int,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    news: int = 1,
+    level: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `eager.attend`; ``level`` picks an instruction set (an index of `ISAS`) other than the best."""
+    found = library()
+    assert found is not None
+    heads, queries, key_dim = query.shape
+    query = query.to(torch.float32).contiguous()
+    output = torch.empty(heads, queries, dim)
+    logs = torch.empty(heads, queries)
+    shape = _SHAPE.pack(heads, queries, news, key_dim, dim, scale, softcap)
+    packed = b"".join([_pack(segment) for segment in segments])
+    failed = found.kvq_attention(
+        shape,
+        packed,
+        len(segments),
+        query.data_ptr(),
+        output.data_ptr(),
+        logs.data_ptr(),
+        torch.get_num_threads(),
+        isa() if level is None else level,
+    )
+    if failed:
+        raise MemoryError("no memory for attention")
+    return output, logs
+
+
+def _served(segment: Segment) -> bool:
+    if isinstance(segment, Dense):
+        return segment.keys.dtype in _KINDS and segment.values.dtype in _KINDS
+    sides = ((segment.key, segment.keys), (segment.value, segment.values))
+    return all(
+        (isinstance(codec, Affine) and (codec.rotate == "none" or codec is segment.value))
+        or (isinstance(codec, Raw) and next(iter(fields.values())).dtype in _KINDS)
+        for codec, fields in sides
+    )
+
+
+def _pack(segment: Segment) -> bytes:
+    """A segment as the library reads it. Those of blocks are kept: they are the same at every step."""
+    if isinstance(segment, Dense):
+        keys, values = segment.keys, segment.values
+        formats = (_format(_KINDS[states.dtype], 0, 0, 0, states.shape[2], 0) for states in (keys, values))
+        step = DENSE_STEP
+        return b"".join(
+            (
+                struct.pack("2q", *formats),
+                _dense_side(keys, step),
+                _dense_side(values, step),
+                _REST.pack(0, -(-segment.tokens // step), step, 0, segment.tokens, int(segment.causal)),
+            )
+        )
+    if segment not in _packed:
+        sides = ((segment.key, segment.keys), (segment.value, segment.values))
+        formats = (_format_of(codec, fields, dim) for (codec, fields), dim in zip(sides, segment.dims, strict=True))
+        extra = 0 if segment.extra is None else segment.extra.data_ptr()
+        blocks = len(next(iter(segment.keys.values())))
+        _packed[segment] = b"".join(
+            (
+                struct.pack("2q", *formats),
+                *(_sealed_side(fields) for _, fields in sides),
+                _REST.pack(extra, blocks, segment.block_tokens, segment.first, segment.stop, 0),
+            )
+        )
+    return _packed[segment]
+
+
+def _dense_side(states: Tensor, step: int) -> bytes:
+    if states.stride(2) != 1:
+        raise ValueError("the channels of a token do not lie together")
+    size = states.element_size()
+    head, token = states.stride(0) * size, states.stride(1) * size
+    return _SIDE.pack(states.data_ptr(), step * token, head, token, 0, 0, 0)
+
+
+def _sealed_side(fields: dict[str, Tensor]) -> bytes:
+    data = fields.get("codes", next(iter(fields.values())))
+    size = data.element_size()
+    block, head, token = (data.stride(axis) * size for axis in range(3))
+    if "scale" not in fields:
+        return _SIDE.pack(data.data_ptr(), block, head, token, 0, 0, 0)
+    scale, zero = fields["scale"], fields["zero"]
+    return _SIDE.pack(
+        data.data_ptr(), block, head, token, scale.data_ptr(), zero.data_ptr(), int(scale.dtype == torch.float32)
+    )
+
+
+def _format_of(codec: Codec, fields: dict[str, Tensor], dim: int) -> int:
+    if not isinstance(codec, Affine):
+        return _format(_KINDS[next(iter(fields.values())).dtype], 0, 0, 0, dim, 0)
+    group = codec.group if codec.axis == "channel" else codec.channel_group(dim)
+    return _format(0, codec.bits, int(codec.axis == "token"), group, dim, int(codec.rotate == "hadamard"))
+
+
+def _format(*words: int) -> int:
+    """The address of a format, which stays where it is."""
+    if words not in _formats:
+        _formats[words] = ctypes.create_string_buffer(_FORMAT.pack(*words), _FORMAT.size)
+    return ctypes.addressof(_formats[words])

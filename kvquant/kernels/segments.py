@@ -1,0 +1,53 @@
+"""What attention reads: tokens as they are, and runs of blocks as codecs left them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..codecs import Codec, Fields
+
+
+@dataclass(frozen=True)
+class Dense:
+    """``keys`` and ``values`` ``[heads, tokens, dim]`` of any float dtype, each with a dim of its own.
+
+    Where ``causal``, the last tokens are those of the queries, each of which sees them up to its own.
+    """
+
+    keys: Tensor
+    values: Tensor
+    causal: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """How many count."""
+        return self.keys.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Sealed:
+    """n blocks of ``block_tokens`` tokens: fields as `Codec.encode` gives them, of the tokens ``first ≤ t < stop``.
+
+    ``dims`` are those of keys and values. ``extra``, if any, is added to q·k before scaling: float32
+    ``[n, heads, queries, block_tokens]``.
+    """
+
+    key: Codec
+    value: Codec
+    keys: Fields
+    values: Fields
+    dims: tuple[int, int]
+    block_tokens: int
+    first: int
+    stop: int
+    extra: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many count."""
+        return self.stop - self.first
+
+
+Segment = Dense | Sealed
