@@ -1,0 +1,1 @@
+"""Attention over tokens as they are and blocks of codes."""

@@ -19,6 +19,7 @@ class _Announced:
     starts: list[int] | None = None
     ids: Tensor | None = None
     positions: Tensor | None = None
+    streamed: bool = False
 
 
 @dataclass
@@ -32,11 +33,18 @@ class Calls:
 
     rows: Rows
     held: dict[int, int] = field(default_factory=dict)
+    streamed: bool = False  # whether the pass ends in attention that takes `HeldStates`
     _announced: _Announced = _Announced()
     _current: Call | None = None
 
     def announce(
-        self, new: int, ids: Tensor | None, mask: Tensor | None, positions: Tensor | None, opaque: bool = False
+        self,
+        new: int,
+        ids: Tensor | None,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        opaque: bool = False,
+        streamed: bool = False,
     ) -> None:
         """Tell what the next call of ``new`` columns brings; any of the three may be unknown.
 
@@ -51,7 +59,7 @@ class Calls:
         # with holes there are many ways to count.
         if plain and positions is not None and (new > 1 or positions.device.type == "cpu"):
             self._check_positions(starts, positions)
-        self._announced = _Announced(starts, ids if plain else None, positions)
+        self._announced = _Announced(starts, ids if plain else None, positions, streamed)
 
     def take(self, layer: int, batch: int, new: int, positions: Any = None) -> Call:
         """The call of ``new`` columns that ``layer`` is in; the first layer to ask opens it.
@@ -120,6 +128,7 @@ class Calls:
             ids = None  # embeddings were expanded on the way (multimodal): ids do not describe these columns
         positions = _readable(positions if told.positions is None else told.positions)
         self._current = self.rows.advance(starts, new, ids, positions)
+        self.streamed = told.streamed
         self._announced = _Announced()
 
     def _read_mask(self, new: int, mask: Tensor) -> tuple[list[int] | None, bool]:

@@ -19,13 +19,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from ..arena import SlotPool
 from ..blocks import BlockKey, KVBlock
 from ..errors import CacheStateError, KVQuantWarning, UnsupportedError
-from ..geometry import CROSS_KIND, cache_hazard, decoder_config, decoder_module, takes_cache
+from ..geometry import CROSS_KIND, cache_hazard, caches_latents, decoder_config, decoder_module, takes_cache
 from ..keys import Identity, content_keys
 from ..policy import PrecisionPolicy, ResolvedLayer, ResolvedPolicy
 from .calls import Calls
 from .layer import History
 from .rows import Rows
 from .stats import CacheStats, take_stats
+from .streaming import HeldStates, Masks, Segments
 
 
 class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
@@ -35,8 +36,11 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, index: int, calls: Calls, key: History, value: History) -> None:
+    def __init__(self, index: int, calls: Calls, key: History, value: History, masks: Masks | None = None) -> None:
+        """``masks`` of all layers, None where attention needs what is held decoded."""
         self.index = index
+        self.masks = masks
+        self.segments = None if masks is None else Segments(key, value, masks)
         self.calls = calls
         self.key = key
         self.value = value
@@ -71,7 +75,10 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.key.check(key_states)
         self.value.check(value_states)
         call = self.calls.take(self.index, key_states.shape[0], key_states.shape[2], positions)
-        return self.key.append(key_states, call), self.value.append(value_states, call)
+        keys, values = self.key.append(key_states, call), self.value.append(value_states, call)
+        if self.segments is not None and self.calls.streamed and call.past:
+            return HeldStates(keys, self.segments), HeldStates(values, self.segments)
+        return keys.dense(), values.dense()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns attended by a call of ``query_length``, 0)."""
@@ -87,7 +94,7 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def fork(self, calls: Calls) -> KVQuantLayer:
         """A copy that belongs to ``calls`` and shares every block."""
-        return KVQuantLayer(self.index, calls, self.key.fork(), self.value.fork())
+        return KVQuantLayer(self.index, calls, self.key.fork(), self.value.fork(), self.masks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise UnsupportedError("a layer of a KVQuantCache shares its rows with the others: copy the cache")
@@ -113,6 +120,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self.rows = Rows(SlotPool(), policy.block_tokens, policy.recent_tokens)
         self._calls = Calls(self.rows)
         self._config = decoder_config(config)
+        self._masks = Masks()
         self._model: Callable[[], Any] = lambda: None
         self._decoder: Callable[[], Any] = lambda: None
         self._bytes: dict[int, int] = {}  # per compressed layer, as of its last update
@@ -164,6 +172,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         new: int | None = None,
+        streamed: bool = False,
     ) -> None:
         """Announce the next forward pass: what its ``new`` columns are, and which are padding.
 
@@ -177,7 +186,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
                 raise CacheStateError("begin() needs input_ids, or the number of new columns as new=")
             new = input_ids.shape[1]
         mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
-        self._calls.announce(new, input_ids, mask, position_ids, opaque=attention_mask is not None and mask is None)
+        self._calls.announce(new, input_ids, mask, position_ids, attention_mask is not None and mask is None, streamed)
 
     def repeats(self, input_ids: Tensor, attention_mask: Any, position_ids: Any) -> bool:
         """Whether a call brings, at their own positions, just the tokens the cache holds, and one can be taken back.
@@ -224,7 +233,8 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
                 )
         else:
             self._bytes[layer_idx] = sum(layer.key.nbytes() + layer.value.nbytes())
-            self._peak = max(self._peak, sum(self._bytes.values()) + 2 * (keys.numel() + values.numel()))
+            decoded = 0 if isinstance(keys, HeldStates) else 2 * (keys.numel() + values.numel())
+            self._peak = max(self._peak, sum(self._bytes.values()) + decoded)
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -339,7 +349,8 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             History(codec, self.rows.pool, policy.block_tokens, policy.sink_tokens, offset)
             for codec, offset in ((layer.policy.key, layer.key_bias), (layer.policy.value, None))
         ]
-        return KVQuantLayer(layer.index, self._calls, *histories)
+        streams = layer.key_bias is None and not caches_latents(self._config)
+        return KVQuantLayer(layer.index, self._calls, *histories, self._masks if streams else None)
 
     def _compressed(self) -> list[KVQuantLayer]:
         return [layer for layer in self.layers if isinstance(layer, KVQuantLayer)]

@@ -7,15 +7,19 @@ model's decoder that announces them through `KVQuantCache.begin`.
 from __future__ import annotations
 
 import inspect
+import sys
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedError
 from ..geometry import CACHE_NAMES, decoder_module, takes_cache
 from .hf import KVQuantCache
+from .streaming import attend
 
 _HANDLE = "_kvquant_hook"  # kept on the decoder itself, so that a copy of the model has its own
 
@@ -34,13 +38,39 @@ def enable(model: nn.Module) -> None:
         )
     if _HANDLE not in vars(decoder):
         hook = partial(_announce, tuple(inspect.signature(decoder.forward).parameters))
-        setattr(decoder, _HANDLE, decoder.register_forward_pre_hook(hook, with_kwargs=True))
+        handle = decoder.register_forward_pre_hook(hook, with_kwargs=True)
+        setattr(decoder, _HANDLE, (handle, _stream(decoder)))
 
 
 def disable(model: nn.Module) -> None:
     """Remove what `enable` installed, if anything."""
-    if handle := vars(_decoder(model)).pop(_HANDLE, None):
+    decoder = _decoder(model)
+    if found := vars(decoder).pop(_HANDLE, None):
+        handle, attention = found
         handle.remove()
+        if attention:
+            decoder.set_attn_implementation(attention)
+
+
+def _stream(decoder: Any) -> str:
+    """Switch a decoder to attention that takes what is held as it is; what it had before, empty if it can't."""
+    before = str(decoder.config._attn_implementation)
+    if before not in _ATTENTION or not decoder._can_set_attn_implementation():
+        return ""
+    for kind, name in _ATTENTION.items():
+        ALL_ATTENTION_FUNCTIONS.register(name, partial(attend, _PLAIN[kind]))
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kind])
+    decoder.set_attn_implementation(_ATTENTION[before])
+    return before if decoder.config._attn_implementation == _ATTENTION[before] else ""
+
+
+def _eager(module: Any, *args: Any, **given: Any) -> Any:
+    """The model's own attention, where it has no other."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **given)  # type: ignore[attr-defined]
+
+
+_ATTENTION = {"sdpa": "kvquant", "eager": "kvquant_eager"}
+_PLAIN = {"sdpa": ALL_ATTENTION_FUNCTIONS["sdpa"], "eager": _eager}
 
 
 def _decoder(model: nn.Module) -> nn.Module:
@@ -70,5 +100,6 @@ def _announce(
     if cache.model is not None and cache.decoder is not module:
         ids = None  # another model's keys and values must not get this model's content keys
     if isinstance(shaped, Tensor):
-        cache.begin(ids, given.get("attention_mask"), given.get("position_ids"), new=shaped.shape[1])
+        streamed = str(getattr(module.config, "_attn_implementation", "")) in _ATTENTION.values()
+        cache.begin(ids, given.get("attention_mask"), given.get("position_ids"), shaped.shape[1], streamed)
     return ((), given) if repeated else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..arena import Arena, SlotPool
 from ..blocks import CompressedTensor
 from ..codecs import Codec, Fields
 from ..errors import CacheStateError
-from .rows import Call, Row, RowCall
+from .rows import Call, Piece, Row, RowCall
 
 Offset = Callable[[Tensor, Tensor], Tensor]
 """What is known of tokens at positions int64 ``[tokens]``: ``(positions, like)`` to ``[heads, tokens, dim]``.
@@ -52,10 +53,10 @@ class History:
         self.decode_seconds = 0.0
         self._pool = pool
 
-    def append(self, fresh: Tensor, call: Call) -> Tensor:
-        """Take the call's new columns and return all columns, the new ones as given; seal what is complete.
+    def append(self, fresh: Tensor, call: Call) -> Held:
+        """Take the call's new columns and tell what is held with them; seal what is complete.
 
-        Padding columns of earlier calls come back as zeros. `check` tells beforehand whether ``fresh`` fits.
+        `check` tells beforehand whether ``fresh`` fits.
         """
         if self.arena is None:
             _, heads, _, dim = fresh.shape
@@ -64,16 +65,15 @@ class History:
         if not self.tails:
             self.tails = [fresh.new_empty(fresh.shape[1], 0, fresh.shape[3]) for _ in call.rows]
         self.check(fresh)
-        with _no_autocast(fresh.device):
-            dense = self._dense(fresh, call)
-            with torch.no_grad():
-                for index, row in enumerate(call.rows):
-                    if row.fresh:
-                        new = fresh[index, :, call.new - row.fresh :]
-                        self.tails[index] = torch.cat((self.tails[index], new.detach()), dim=1)
-                if call.runs:
-                    self._seal(call)
-        return dense
+        with _no_autocast(fresh.device), torch.no_grad():
+            for index, row in enumerate(call.rows):
+                if row.fresh:
+                    new = fresh[index, :, call.new - row.fresh :]
+                    self.tails[index] = torch.cat((self.tails[index], new.detach()), dim=1)
+            held = Held(self, fresh, call, tuple(self.tails))
+            if call.runs:
+                self._seal(call)
+        return held
 
     def check(self, fresh: Tensor) -> None:
         """`CacheStateError` where new columns do not have the shape or dtype of those held."""
@@ -91,8 +91,7 @@ class History:
     def dense(self, call: Call) -> Tensor:
         """All columns as a call that adds none would attend to them."""
         rows, (heads, _, dim) = len(self.tails), self.tails[0].shape
-        with _no_autocast(self.tails[0].device):
-            return self._dense(self.tails[0].new_empty(rows, heads, 0, dim), call)
+        return Held(self, self.tails[0].new_empty(rows, heads, 0, dim), call, tuple(self.tails)).dense()
 
     def block(self, row: Row, number: int) -> CompressedTensor:
         """A copy of what is stored of the ``number``-th span in a row's table."""
@@ -131,6 +130,21 @@ class History:
         twin.tails = [tail.clone() for tail in self.tails]
         return twin
 
+    def first_tokens(self, piece: Piece, count: int) -> Tensor:
+        """The first tokens of a piece as they were: ``[heads, count, dim]``."""
+        assert self.arena is not None
+        if self.codec.lossless:
+            (block,) = self.codec.decode(
+                self.arena.read(replace(piece.run, stop=piece.run.first + 1)), self.dim, self.tails[0].dtype
+            )
+            return block[:, piece.offset : piece.offset + count]
+        return self.arena.raw[self._pool.slot(piece.run)][:, :count]
+
+    @property
+    def dim(self) -> int:
+        """Channels of a head."""
+        return self.tails[0].shape[2]
+
     @property
     def token_elements(self) -> int:
         """Values one token has here, over all heads; 0 before the first call."""
@@ -157,23 +171,7 @@ class History:
         yield from self.tails
         yield from (sinks for slot, sinks in self.arena.raw.items() if self._pool.references(slot))
 
-    def _dense(self, fresh: Tensor, call: Call) -> Tensor:
-        if not call.past:
-            return fresh.contiguous()
-        started = time.perf_counter()
-        rows, heads, new, dim = fresh.shape
-        dense = fresh.new_empty(rows, heads, call.past + new, dim)
-        with torch.no_grad():
-            for index, row in enumerate(call.rows):
-                dense[index, :, : row.start] = 0
-                tokens = dense[index, :, row.start : call.past]
-                self._decode(row, tokens)
-                tokens[:, row.sealed :] = self.tails[index]
-        dense[:, :, call.past :] = fresh
-        self.decode_seconds += time.perf_counter() - started
-        return dense
-
-    def _decode(self, row: RowCall, out: Tensor) -> None:
+    def decode(self, row: RowCall, out: Tensor) -> None:
         """Decode a row's sealed tokens into ``out[heads, token, dim]``, by their number in the row."""
         assert self.arena is not None
         for piece in row.history:
@@ -236,6 +234,38 @@ class History:
         if sinks and self.sink_tokens < self.block_tokens:
             blocks[0, :, : self.sink_tokens] = blocks[0, :, self.sink_tokens, None]
         return blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What a history held in a call, new columns ``fresh`` and all: blocks from before it, and each row's tail.
+
+    Good until the next call.
+    """
+
+    history: History
+    fresh: Tensor
+    call: Call
+    tails: tuple[Tensor, ...]
+
+    def dense(self) -> Tensor:
+        """All columns, the new ones as given; padding columns of earlier calls are zeros."""
+        fresh, call = self.fresh, self.call
+        if not call.past:
+            return fresh.contiguous()
+        started = time.perf_counter()
+        rows, heads, new, dim = fresh.shape
+        with _no_autocast(fresh.device):
+            dense = fresh.new_empty(rows, heads, call.past + new, dim)
+            with torch.no_grad():
+                for index, row in enumerate(call.rows):
+                    dense[index, :, : row.start] = 0
+                    tokens = dense[index, :, row.start : call.past]
+                    self.history.decode(row, tokens)
+                    tokens[:, row.sealed :] = self.tails[index][:, : row.tail]
+            dense[:, :, call.past :] = fresh
+        self.history.decode_seconds += time.perf_counter() - started
+        return dense
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

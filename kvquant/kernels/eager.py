@@ -67,7 +67,7 @@ def attend(
     query = query.float() * scale
     plain, rotated = Sums.start(query, dim), Sums.start(query, dim)
     turned = hadamard(query) if any(_turns(segment, "key") for segment in segments) else query
-    for part in _parts(segments):
+    for part in parts_of(segments):
         if isinstance(part, Dense):
             scores = query @ part.keys.float().mT
         else:
@@ -108,7 +108,7 @@ def _folds(segment: Sealed, side: str) -> bool:
     return isinstance(segment.value, Affine) and segment.value.axis == "token"
 
 
-def _parts(segments: Sequence[Segment]) -> Iterator[Segment]:
+def parts_of(segments: Sequence[Segment]) -> Iterator[Segment]:
     """The segments in pieces of about `SCRATCH_TOKENS`, those that count no token left out."""
     for segment in segments:
         if isinstance(segment, Dense):

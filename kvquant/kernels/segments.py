@@ -21,6 +21,11 @@ class Dense:
     causal: bool = False
 
     @property
+    def heads(self) -> int:
+        """How many there are of keys and values."""
+        return self.keys.shape[0]
+
+    @property
     def tokens(self) -> int:
         """How many count."""
         return self.keys.shape[1]
@@ -43,6 +48,11 @@ class Sealed:
     first: int
     stop: int
     extra: Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        """How many there are of keys and values."""
+        return next(iter(self.keys.values())).shape[1]
 
     @property
     def tokens(self) -> int:

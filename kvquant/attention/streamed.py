@@ -1,0 +1,43 @@
+"""Attention of a batch whose rows are sequences of their own, over what each holds of its history, where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels import Segment, attend
+
+
+def streamed_attention(
+    query: Tensor,
+    segments: Sequence[Sequence[Segment]],
+    dim: int | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention over ``segments`` of each row, merged by the log of their sums of exponentials.
+
+    ``query`` is ``[rows, query heads, new, key dim]``; the heads of a segment divide those of the query, each serving
+    consecutive ones (grouped, multi-query and multi-head attention alike). New tokens see all of history, and of a
+    `Dense` segment that is ``causal`` what is not after them. ``dim`` is that of the values if another than the
+    keys', ``scale`` that of q·k (default ``key dim ** -0.5``); of the scaled product ``softcap · tanh(x / softcap)``
+    is taken unless ``softcap`` is 0 (Gemma-2), and ``sinks`` ``[query heads]`` are logits of nothing in the softmax's
+    denominator (gpt-oss). Returns ``[rows, query heads, new, dim]`` in the query's dtype.
+    """
+    rows, heads, new, key_dim = query.shape
+    dim = key_dim if dim is None else dim
+    scale = key_dim**-0.5 if scale is None else scale
+    output = query.new_empty(rows, heads, new, dim)
+    for row, own in enumerate(segments):
+        kv_heads = own[0].heads
+        folded = query[row].reshape(kv_heads, heads // kv_heads * new, key_dim)
+        found, logs = attend(folded, own, dim, scale=scale, softcap=softcap, news=new)
+        if sinks is not None:
+            share = torch.sigmoid(logs.view(heads, new) - sinks.float()[:, None])
+            found = found.view(heads, new, dim) * share[..., None]
+        output[row] = found.view(heads, new, dim)
+    return output

@@ -1,0 +1,169 @@
+"""What a compressed layer hands to attention in place of decoded keys and values, and the attention that reads it.
+
+`HeldStates` look like the tensor of all columns. The attention registered by `kvquant.enable` takes them apart into
+segments; anything else that is done with them decodes them, which is counted and warned of once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..attention.streamed import streamed_attention
+from ..errors import KVQuantWarning
+from ..kernels import Dense, Sealed, Segment
+from .layer import Held, History
+from .rows import Call, RowCall
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+class Segments:
+    """The segments of a layer's rows; those of blocks are made when a row's table changes."""
+
+    def __init__(self, key: History, value: History, masks: Masks) -> None:
+        self.key, self.value = key, value
+        self.masks = masks
+        self._made: dict[int, tuple[Any, list[Segment]]] = {}  # by row
+        self.decoded = 0
+
+    def of(self, keys: Held, values: Held) -> list[list[Segment]]:
+        """What each row's new tokens attend to."""
+        return [
+            [*self._blocks(index, row), Dense(keys.tails[index], values.tails[index], causal=True)]
+            for index, row in enumerate(keys.call.rows)
+        ]
+
+    def _blocks(self, index: int, row: RowCall) -> list[Segment]:
+        history, made = self._made.get(index, (None, []))
+        if history is not row.history:
+            made = [segment for piece in row.history for segment in self._of_piece(piece)]
+            self._made[index] = row.history, made
+        return made
+
+    def _of_piece(self, piece: Any) -> list[Segment]:
+        key, value = self.key, self.value
+        assert key.arena is not None
+        assert value.arena is not None
+        keys, values = key.arena.read(piece.run), value.arena.read(piece.run)
+        found: list[Segment] = []
+        raw = max(0, min(piece.stop, max(key.sink_tokens, value.sink_tokens)) - piece.first)
+        if raw:
+            found.append(Dense(key.first_tokens(piece, raw), value.first_tokens(piece, raw)))
+        first, stop = piece.offset + raw, piece.offset + piece.stop - piece.first
+        if first < stop:
+            dims = key.dim, value.dim
+            found.append(Sealed(key.codec, value.codec, keys, values, dims, key.block_tokens, first, stop))
+        return found
+
+
+class HeldStates(Tensor):
+    """All columns of a layer's keys, or values, as a tensor that is not there."""
+
+    held: Held
+    segments: Segments
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: Held, segments: Segments) -> HeldStates:
+        rows, heads, new, dim = held.fresh.shape
+        shape = rows, heads, held.call.past + new, dim
+        states: HeldStates = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=held.fresh.dtype, device=held.fresh.device
+        )
+        states.held, states.segments = held, segments
+        return states
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def decoded(x: Any) -> Any:
+            return x.decode(f"{func} was called") if isinstance(x, HeldStates) else x
+
+        return func(*tree_map(decoded, args), **tree_map(decoded, kwargs or {}))
+
+    def decode(self, why: str) -> Tensor:
+        """All columns; ``why`` is for the warning."""
+        if not self.segments.decoded:
+            warnings.warn(f"keys and values are decoded for attention: {why}", KVQuantWarning, stacklevel=2)
+        self.segments.decoded += 1
+        return self.held.dense()
+
+
+def attend(plain: Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+    """The attention that transformers calls for a layer: streamed where it can be, else ``plain`` on decoded states."""
+    if not (isinstance(key, HeldStates) and isinstance(value, HeldStates)):
+        return plain(module, query, key, value, mask, **given)
+    if why := _obstacle(query, key, mask, given):
+        return plain(module, query, key.decode(why), value.decode(why), mask, **given)
+    segments = key.segments.of(key.held, value.held)
+    output = streamed_attention(
+        query,
+        segments,
+        value.shape[-1],
+        scale=given.get("scaling"),
+        softcap=given.get("softcap") or 0.0,
+        sinks=given.get("s_aux"),
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _obstacle(query: Tensor, key: HeldStates, mask: Any, given: dict[str, Any]) -> str:
+    """Why a layer's attention can't be streamed, or nothing."""
+    call = key.held.call
+    if torch.is_grad_enabled() and query.requires_grad:
+        return "gradients are wanted"
+    if given.get("dropout"):
+        return "attention weights are dropped out"
+    if given.get("output_attentions"):
+        return "attention weights are wanted (output_attentions)"
+    if given.get("position_bias") is not None:
+        return "the model adds a bias by position to its scores"
+    if any(row.fresh < call.new for row in call.rows):
+        return "a row begins in this call"
+    return "" if key.segments.masks.fits(mask, call) else "its mask is not the causal one of these rows"
+
+
+class Masks:
+    """Remembers whether the mask of a pass is the usual one: its layers share it."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[Any, Any, bool] = (None, None, False)
+
+    def fits(self, mask: Any, call: Call) -> bool:
+        """See `shows_all`."""
+        if self._seen[0] is not mask or self._seen[1] is not call:
+            self._seen = mask, call, shows_all(mask, call)
+        return self._seen[2]
+
+
+def visible(call: Call, device: torch.device) -> Tensor:
+    """What the new columns of a call see, bool ``[rows, 1, new, columns]``: their rows' tokens up to their own."""
+    columns = torch.arange(call.past + call.new, device=device)
+    starts = torch.tensor([row.start for row in call.rows], device=device)
+    own = columns[call.past :]
+    return (columns >= starts[:, None, None, None]) & (columns <= own[:, None])
+
+
+def shows_all(mask: Any, call: Call) -> bool:
+    """Whether a mask, bool or to be added, is `visible`."""
+    if mask is None:
+        return call.new == 1 and not any(row.start for row in call.rows)
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] != call.past + call.new:
+        return False
+    expected = visible(call, mask.device)
+    if mask.dtype == torch.bool:
+        shown = mask
+    else:
+        shown = mask == 0
+        if not bool((shown | (mask <= -1e4)).all()):
+            return False
+    try:
+        return bool((shown == expected).all())
+    except RuntimeError:  # of another shape
+        return False
