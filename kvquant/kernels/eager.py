@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..codecs import Fields
 from ..codecs.affine import Affine
 from ..codecs.packing import unpack
 from ..codecs.rotation import hadamard
@@ -134,14 +135,13 @@ def _scores(query: Tensor, part: Sealed) -> Tensor:
     codec, fields, dim = part.key, part.keys, part.dims[0]
     if not isinstance(codec, Affine) or not _folds(part, "key"):
         return query @ codec.decode(fields, dim, torch.float32).transpose(0, 1).flatten(1, 2).mT
-    codes = unpack(fields["codes"], codec.bits, dim).float()  # [n, heads, tokens, dim]
-    scale, zero = (fields[name].float() for name in ("scale", "zero"))
+    codes, scale, middle = _centred(codec, fields, dim)
     if codec.axis == "token":
-        scores = (query @ codes.mT) * scale.mT + query.sum(-1, keepdim=True) * zero.mT
+        scores = (query @ codes.mT) * scale.mT + query.sum(-1, keepdim=True) * middle.mT
         return _in_a_row(scores)
     grouped = codes.unflatten(2, (-1, codec.group))  # [n, heads, groups, group, dim]
     each = query[None, :, None]
-    scores = (each * scale[..., None, :]) @ grouped.mT + (each * zero[..., None, :]).sum(-1, keepdim=True)
+    scores = (each * scale[..., None, :]) @ grouped.mT + (each * middle[..., None, :]).sum(-1, keepdim=True)
     return _in_a_row(scores.transpose(2, 3).flatten(3))
 
 
@@ -152,13 +152,23 @@ def _weigh(part: Segment, weights: Tensor) -> Tensor:
     codec, fields, dim = part.value, part.values, part.dims[1]
     if not isinstance(codec, Affine) or not _folds(part, "value"):
         return weights @ codec.decode(fields, dim, torch.float32).transpose(0, 1).flatten(1, 2)
-    codes = unpack(fields["codes"], codec.bits, dim).transpose(0, 1).flatten(1, 2)  # [heads, tokens, dim]
-    scale, zero = (fields[name].float().transpose(0, 1).flatten(1, 2) for name in ("scale", "zero"))
+    codes, scale, middle = (x.transpose(0, 1).flatten(1, 2) for x in _centred(codec, fields, dim))
     sums = []
     for group, codes_of_group in enumerate(codes.split(codec.channel_group(dim), dim=-1)):
-        of_codes = (weights * scale[:, None, :, group]) @ codes_of_group.float()
-        sums.append(of_codes + weights @ zero[:, :, group, None])
+        of_codes = (weights * scale[:, None, :, group]) @ codes_of_group
+        sums.append(of_codes + weights @ middle[:, :, group, None])
     return torch.cat(sums, dim=-1)
+
+
+def _centred(codec: Affine, fields: Fields, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes ``[n, heads, tokens, dim]`` about 0, their scale, and what 0 stands for, in float32.
+
+    Counted from the lowest code, sums over many tokens would be differences of large numbers.
+    """
+    half = 1 << (codec.bits - 1)
+    codes = unpack(fields["codes"], codec.bits, dim).float().sub_(half)
+    scale, zero = (fields[name].float() for name in ("scale", "zero"))
+    return codes, scale, zero + half * scale
 
 
 def _in_a_row(x: Tensor) -> Tensor:

@@ -58,6 +58,9 @@ namespace vnni {
 #endif
 
 extern "C" {
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)
+#endif
 
 int64_t kvq_version(void) { return KVQ_VERSION; }
 
