@@ -103,10 +103,16 @@ class Probe:
                 answers = self._answers(partial(copy.deepcopy, cache), haystack)
                 yield policy.name, tuple(_by_depth(haystack, answers, baseline))
 
-    def forwards(self, length: int) -> list[tuple[int, int]]:
-        """The forwards over a haystack of ``length`` tokens, for progress; questions are not counted."""
+    def forwards(self, haystack: Haystack) -> list[tuple[int, int]]:
+        """The forwards of `run`, for progress."""
+        length = len(haystack.ids)
         reads = 0 if self.protocol == "prefill" else len(self.policies)
-        return chunk_bounds([length], EXACT_CHUNK) + reads * chunk_bounds([length], self.chunk)
+        questions = [self._asked(haystack)] * len(haystack.questions) * (1 + len(self.policies))
+        return chunk_bounds([length], EXACT_CHUNK) + reads * chunk_bounds([length], self.chunk) + questions
+
+    def _asked(self, haystack: Haystack) -> tuple[int, int]:
+        """A question for progress: as long as a chunk, since what it takes is mostly decoding the history."""
+        return len(haystack.ids), len(haystack.ids) + self.chunk
 
     def _read(self, cache: Any, ids: Tensor, chunk: int) -> None:
         for start, end in chunk_bounds([len(ids)], chunk):
@@ -123,6 +129,7 @@ class Probe:
             rows = torch.arange(len(question.ids) - question.answer - 1, len(question.ids) - 1)
             logits, _ = forward(self.model, question.ids[None, :-1], fresh(), rows)
             answer = question.ids[-question.answer :]
+            self.tick(*self._asked(haystack))
             logprobs = logits.double().log_softmax(-1).gather(1, answer[:, None])
             found.append((float(logprobs.mean()), bool((logits.argmax(-1) == answer).all())))
         return found

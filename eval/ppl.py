@@ -192,7 +192,7 @@ def _needles(
                     yield replace(row, reason=f"no needles: {error}")
                 continue
             asking = Probe(loaded.model, asked, new, settings.protocol, settings.chunk)
-            with progress(f"needles at {format_context(context)}", asking.forwards(len(haystack.ids))) as tick:
+            with progress(f"needles at {format_context(context)}", asking.forwards(haystack)) as tick:
                 asking.tick = tick
                 for policy, found in asking.run(haystack):
                     yield replace(cells[policy], **summary(found))
