@@ -16,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(find_spec(module) is None for module in _NEEDED):
         print("kvquant: the command line needs its extra: pip install 'kvquant[eval]'", file=sys.stderr)
         return 2
+    _lenient_streams()
     try:
         from .cli import run
 
@@ -30,6 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kvquant: interrupted", file=sys.stderr)
         return 130
+
+
+def _lenient_streams() -> None:
+    """Have names and signs that a terminal cannot show escaped, and closed streams swallow what is written."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the process lives
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

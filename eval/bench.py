@@ -20,9 +20,10 @@ from transformers import DynamicCache
 import kvquant
 
 from .errors import InputError
-from .models import context_limit, load
+from .models import load
 from .options import format_context, parse_contexts, split_list
 from .ppl import Progress, policies_of, tokens_of
+from .rope import context_limit
 from .texts import default_text
 from .walk import chunk_bounds, forward
 
@@ -68,7 +69,7 @@ def run_prefill(options: PrefillOptions, say: Callable[[str], None], progress: P
     contexts = parse_contexts(options.contexts)
     policies = policies_of(split_list("--policies", options.policies))
     loaded = load(options.model, options.dtype, say)
-    limit = context_limit(loaded.model)
+    limit = context_limit(loaded.model.config)
     if limit is not None and contexts[-1] > limit:
         raise InputError(f"--contexts: {contexts[-1]}; allowed: up to the model's limit of {limit} tokens")
     ids = tokens_of(loaded, default_text(), contexts).ids

@@ -73,6 +73,7 @@ def _root(
         raise typer.Exit(EXIT_USAGE)
 
 
+_MODEL_HELP = "Hub name, local folder, GGUF file, smollm2-135m or gemma3-270m."
 _PPL_HELP = """Perplexity and KL of each precision policy against the uncompressed cache, and the bytes it takes.
 
 [bold]Examples[/bold]
@@ -90,14 +91,14 @@ _PPL_HELP = """Perplexity and KL of each precision policy against the uncompress
 @app.command(help=_PPL_HELP)
 def ppl(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Hub name, local folder, GGUF file, or smollm2-135m.")],
+    model: Annotated[str, typer.Option(help=_MODEL_HELP)],
     policies: Annotated[str, typer.Option(help="Presets and policy files, separated by commas.")],
     contexts: Annotated[str, typer.Option(help="Context lengths in tokens, e.g. 2K,4096,1M (K = 1024).")] = "2K,4K",
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help="UTF-8 text, also .xz .gz .bz2, or a dataset as name:config:split:column, of which all but the name "
-            "(on the hub, of a folder or a data file) may be empty or left out. Several are joined. "
+            help="UTF-8 text, also .xz .gz .bz2, or a dataset as name@revision:config:split:column, of which all "
+            "but the name (on the hub, of a folder or a data file) may be empty or left out. Several are joined. "
             "Default: Python's library sources."
         ),
     ] = None,
@@ -123,11 +124,11 @@ def ppl(
     out: Annotated[Path | None, typer.Option(help="Folder for rows.json, rows.csv, plot.png and README.md.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the report in --out, if there is one.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap intervals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap intervals, and of the needles.")] = 0,
 ) -> int:
     """See `_PPL_HELP`."""
     from .display import print_rows, progress
-    from .options import parse_tokens
+    from .options import expanded, parse_tokens
     from .ppl import Options, run
     from .report import to_json
 
@@ -143,8 +144,8 @@ def ppl(
         rope_scaling=rope_scaling.value if rope_scaling else "",
         needle=needle,
         max_memory=max_memory,
-        reuse_prefix=reuse_prefix,
-        out=out,
+        reuse_prefix=expanded("--reuse-prefix", reuse_prefix) if reuse_prefix else None,
+        out=expanded("--out", out) if out else None,
         resume=resume,
         seed=seed,
     )
@@ -205,7 +206,7 @@ _PREFILL_HELP = """What compressing adds to the time of reading a prompt.
 @bench_app.command("prefill", help=_PREFILL_HELP)
 def bench_prefill(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Hub name, local folder, GGUF file, or smollm2-135m.")],
+    model: Annotated[str, typer.Option(help=_MODEL_HELP)],
     policies: Annotated[str, typer.Option(help="Presets and policy files, separated by commas.")] = "int4",
     contexts: Annotated[str, typer.Option(help="Prompt lengths in tokens, e.g. 2K,4096 (K = 1024).")] = "4K",
     chunk: Annotated[int, typer.Option(min=1, help="Tokens per forward.")] = 4096,
@@ -238,7 +239,7 @@ _DOCTOR_HELP = """What a policy does to a model, layer by layer and why, without
 @app.command(help=_DOCTOR_HELP)
 def doctor(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Hub name, local folder, GGUF file, or smollm2-135m.")],
+    model: Annotated[str, typer.Argument(help=_MODEL_HELP)],
     policy: Annotated[str, typer.Option(help="A preset or a policy file.")] = "int4",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> int:

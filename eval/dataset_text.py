@@ -17,6 +17,7 @@ from huggingface_hub.errors import GatedRepoError
 
 from .errors import InputError, one_line
 from .hub import DENIALS, HUB_SECONDS, ask
+from .options import expanded
 
 GRAMMAR = "name[@revision][:config][:split][:column]"
 
@@ -56,7 +57,7 @@ def names_dataset(value: str) -> bool:
     Of what exists, folders and files with the suffix of a data format are; of what does not, what has a colon or
     could be the hub's ``owner/name``.
     """
-    path = Path(value).expanduser()
+    path = expanded("--text", value)
     if os.path.exists(path):
         return os.path.isdir(path) or _builder_of(path) not in {None, "text"}
     return ":" in value or (_HUB_NAME.fullmatch(value) is not None and not _looks_like_path(value))
@@ -87,13 +88,13 @@ def read_dataset(value: str, characters: int) -> tuple[str, str]:
 
 def parse(value: str) -> Reference:
     """The parts of ``value``; one that exists on this machine is local, whole. Raises `InputError` for other forms."""
-    whole = os.path.exists(Path(value).expanduser())
+    whole = os.path.exists(expanded("--text", value))
     name, *parts = [value] if whole else [part.strip() for part in value.split(":")]
     if "://" in value and not whole:
         _refuse(value, f"addresses are not read; allowed: files, folders, and the hub's datasets as {GRAMMAR}")
     if not name or len(parts) > 3:
         _refuse(value, f"names no dataset; allowed: {GRAMMAR}, where empty parts mean the default")
-    local = os.path.exists(Path(name).expanduser())
+    local = os.path.exists(expanded("--text", name))
     revision = ""
     if not local:
         if _looks_like_path(name):
@@ -149,7 +150,7 @@ def _builder(datasets: Any, reference: Reference) -> Any:
 
 
 def _local_builder(datasets: Any, reference: Reference) -> Any:
-    path = Path(reference.name).expanduser().absolute()
+    path = expanded("--text", reference.name).absolute()
     if path.is_dir():
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             _refuse(reference.name, "written by save_to_disk, which is no format of data files; give its .arrow files")
@@ -293,7 +294,7 @@ def _is_string(kind: Any) -> bool:
 
 def _describe(reference: Reference, builder: Any, split: str, column: str) -> str:
     name = reference.name if reference.local else f"{reference.name}@{builder.hash}"
-    config = "" if os.path.isfile(Path(reference.name).expanduser()) else f"config {builder.config.name}, "
+    config = "" if os.path.isfile(expanded("--text", reference.name)) else f"config {builder.config.name}, "
     return f"{name} ({config}split {split}, column {column}; each row ends with a newline)"
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from .bench import BenchRow
 from .doctor import Diagnosis
@@ -27,7 +28,7 @@ def print_rows(console: Console, rows: Sequence[Row]) -> None:
         if measured:
             first = measured[0]
             console.print(
-                f"[bold]{format_context(context)} tokens[/bold], last {first.tokens_scored} scored, "
+                f"[bold]{format_context(context)} tokens[/bold], {first.tokens_scored} scored, "
                 f"uncompressed PPL {_number(first.ppl_baseline, '.4f')}",
                 highlight=False,
             )
@@ -47,7 +48,7 @@ def _table(rows: Sequence[Row]) -> Table:
     for row in rows:
         interval = row.ppl_delta_ci95
         table.add_row(
-            row.policy,
+            Text(row.policy),
             _number(row.ppl_delta_pct, "+.2f", unit="%"),
             "–" if interval is None else f"{interval[0]:+.2f}…{interval[1]:+.2f}",
             _number(row.kl_mean, ".2g"),
@@ -66,7 +67,7 @@ def print_bench(console: Console, rows: Sequence[BenchRow]) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         numbers = (row.ms_median, ".0f"), (row.baseline_ms_median, ".0f"), (row.ratio, ".3f"), (row.value, ".2%")
-        table.add_row(row.subject, format_context(row.case), *(_number(*number) for number in numbers))
+        table.add_row(Text(row.subject), format_context(row.case), *(_number(*number) for number in numbers))
     console.print(table)
 
 
@@ -97,7 +98,7 @@ def progress(
         yield _lines(console, title, total)
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
@@ -121,7 +122,9 @@ def _lines(console: Console, title: str, total: float) -> Callable[[int, int], N
             told = tenths
             elapsed = time.monotonic() - began
             left = elapsed * max(0.0, total / done - 1)
-            console.print(f"{title}: {10 * tenths} %, {elapsed:.0f} s, {left:.0f} s left", highlight=False)
+            console.print(
+                f"{title}: {10 * tenths} %, {elapsed:.0f} s, {left:.0f} s left", markup=False, highlight=False
+            )
 
     return tick
 

@@ -22,6 +22,7 @@ import xxhash
 from filelock import FileLock
 
 from .errors import InputError, one_line
+from .options import expanded
 
 _READ_BYTES = 1 << 24
 
@@ -29,9 +30,9 @@ _READ_BYTES = 1 << 24
 def cache_folder() -> Path:
     """``$KVQUANT_CACHE``, else ``$XDG_CACHE_HOME/kvquant``, else ``~/.cache/kvquant``; it may not exist yet."""
     if own := os.environ.get("KVQUANT_CACHE"):
-        return Path(own).expanduser()
+        return expanded("KVQUANT_CACHE", own)
     if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base).expanduser() / "kvquant"
+        return expanded("XDG_CACHE_HOME", base) / "kvquant"
     return Path.home() / ".cache" / "kvquant"
 
 

@@ -48,8 +48,13 @@ class Estimate:
         return self.held + self.exact + self.work + sum(self.policies[name] for name in names)
 
 
-def estimate(model: Any, policies: Sequence[Any], new: NewCache, context: int, chunk: int) -> Estimate:
-    """The memory of a walk to ``context`` tokens in chunks of ``chunk``; runs the model on two tokens."""
+def estimate(
+    model: Any, policies: Sequence[Any], new: NewCache, context: int, chunk: int, copied: int = 0
+) -> Estimate:
+    """The memory of a walk to ``context`` tokens in chunks of ``chunk``; runs the model on two tokens.
+
+    ``copied`` tokens of the exact history are held once more: by the noise floor, or while they are written to disk.
+    """
     small = DynamicCache(config=model.config)
     with torch.inference_mode():
         logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long), cache=small, use_cache=True).logits
@@ -67,7 +72,10 @@ def estimate(model: Any, policies: Sequence[Any], new: NewCache, context: int, c
         exact += keys.nbytes + values.nbytes
         largest = max(largest, keys.nbytes + values.nbytes)
     mask = EXACT_CHUNK * context * logits.itemsize
-    work = 2 * largest + mask + 3 * chunk * logits.shape[-1] * logits.itemsize + _SLICES
+    exact += exact * min(copied, context) // context
+    # Of one layer: its history decoded, the pieces that is made of, and heads repeated for their queries; and as much
+    # again that the allocator keeps, since every chunk's history is longer than the one before.
+    work = 8 * largest + mask + 3 * chunk * logits.shape[-1] * logits.itemsize + _SLICES
     copies = {policy.name: _filled(new(policy), states) for policy in policies}
     return Estimate(resident_memory(), exact, copies, work)
 
@@ -111,8 +119,11 @@ def peak_memory() -> int:
 
 
 def in_words(size: int) -> str:
-    """``1.5 GiB``, or MiB below one."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+    """``1.5 GiB``, or MiB or KiB below one."""
+    for unit, bits in (("GiB", 30), ("MiB", 20)):
+        if size >= 1 << bits:
+            return f"{size / 2**bits:.{1 if bits == 30 else 0}f} {unit}"
+    return f"{size / 1024:.1f} KiB"
 
 
 def _filled(cache: Any, states: dict[int, tuple[Tensor, Tensor]]) -> int:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from .errors import InputError, one_line
 from .gguf_cache import converted, joined
 from .hub import DENIALS, HUB_SECONDS, ask
+from .options import expanded
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def load_config(name: str, say: Callable[[str], None] = lambda line: None) -> An
 
 def _locate(name: str, say: Callable[[str], None]) -> tuple[str, str, dict[str, Any]]:
     """What transformers is to load, where the weights come from in words, and options for loading."""
-    path = _alias_file(name) if name in ALIASES else Path(name).expanduser()
+    path = _alias_file(name) if name in ALIASES else expanded("model", name)
     if os.path.isfile(path):  # False for a name too long, where the method of Path raises
         return str(converted(_checked_gguf(name, path), say)), f"{path.name}, unpacked to float32", {}
     if os.path.isdir(path):
@@ -87,20 +88,15 @@ def _locate(name: str, say: Callable[[str], None]) -> tuple[str, str, dict[str, 
     return name, "the hub", {"local_files_only": not _hub_has(name)}
 
 
-def context_limit(model: Any) -> int | None:
-    """The most tokens the model takes (``max_position_embeddings`` of its text decoder), None where it sets none."""
-    limit: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return limit
-
-
-def prefixes_nest(model: Any) -> bool:
-    """Whether a shorter context's keys are the beginning of a longer one's.
-
-    They are not where RoPE's frequencies depend on the length of the text (dynamic and long-rope scaling).
-    """
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    return not any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
+def check_causal(loaded: LoadedModel) -> None:
+    """`InputError` for a model that looks at later tokens, as encoders do: it would see what it is to predict."""
+    ids = torch.tensor([[1, 2, 3], [1, 2, 4]]) % loaded.model.get_input_embeddings().num_embeddings
+    with torch.inference_mode():
+        logits = loaded.model(input_ids=ids).logits[:, :2].float()
+    # Rows of a batch are computed alike, so what differs by more than rounding was looked at.
+    slack = {torch.float32: 1e-5}.get(loaded.model.dtype, 1e-2) * logits.abs().max().item()
+    if bool((logits[0] - logits[1]).abs().max() > slack):
+        raise InputError(f"model: {loaded.name}: sees later tokens (an encoder?); allowed: models that write text")
 
 
 def _alias_file(alias: str) -> Path:

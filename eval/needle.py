@@ -63,9 +63,9 @@ def plant(tokenizer: Any, ids: Tensor, context: int, seed: int = 0) -> Haystack:
     facts, questions = [], []
     for place, code, depth in zip(generator.permutation(PLACES), codes, depths, strict=True):
         facts.append(_ids(tokenizer, f"\nThe secret number of {place} is {code}. Remember it.\n"))
-        asked = _ids(tokenizer, f"\nWhat is the secret number of {place}? The secret number of {place} is")
-        answer = _ids(tokenizer, f" {code}")
-        questions.append(Question(float(depth), torch.cat((asked, answer)), len(answer)))
+        asked = f"\nWhat is the secret number of {place}? The secret number of {place} is"
+        whole = _ids(tokenizer, f"{asked} {code}")
+        questions.append(Question(float(depth), whole, len(whole) - _shared(whole, _ids(tokenizer, asked))))
     room = context - max(len(question.ids) for question in questions) - sum(map(len, facts))
     if room < sum(map(len, facts)) or room > len(ids):
         raise ValueError(f"{len(facts)} facts do not fit into {context} tokens of this text")
@@ -103,10 +103,16 @@ class Probe:
                 answers = self._answers(partial(copy.deepcopy, cache), haystack)
                 yield policy.name, tuple(_by_depth(haystack, answers, baseline))
 
-    def forwards(self, length: int) -> list[tuple[int, int]]:
-        """The forwards over a haystack of ``length`` tokens, for progress; questions are not counted."""
+    def forwards(self, haystack: Haystack) -> list[tuple[int, int]]:
+        """The forwards of `run`, for progress."""
+        length = len(haystack.ids)
         reads = 0 if self.protocol == "prefill" else len(self.policies)
-        return chunk_bounds([length], EXACT_CHUNK) + reads * chunk_bounds([length], self.chunk)
+        questions = [self._asked(haystack)] * len(haystack.questions) * (1 + len(self.policies))
+        return chunk_bounds([length], EXACT_CHUNK) + reads * chunk_bounds([length], self.chunk) + questions
+
+    def _asked(self, haystack: Haystack) -> tuple[int, int]:
+        """A question for progress: as long as a chunk, since what it takes is mostly decoding the history."""
+        return len(haystack.ids), len(haystack.ids) + self.chunk
 
     def _read(self, cache: Any, ids: Tensor, chunk: int) -> None:
         for start, end in chunk_bounds([len(ids)], chunk):
@@ -123,16 +129,24 @@ class Probe:
             rows = torch.arange(len(question.ids) - question.answer - 1, len(question.ids) - 1)
             logits, _ = forward(self.model, question.ids[None, :-1], fresh(), rows)
             answer = question.ids[-question.answer :]
+            self.tick(*self._asked(haystack))
             logprobs = logits.double().log_softmax(-1).gather(1, answer[:, None])
             found.append((float(logprobs.mean()), bool((logits.argmax(-1) == answer).all())))
         return found
 
 
-def summary(found: Sequence[Needle]) -> dict[str, Any]:
-    """A row's needle fields: the depths, and the means over them."""
+def summary(found: Sequence[Needle], reason: str = "") -> dict[str, Any]:
+    """A row's needle fields: the depths, and the means over them.
+
+    Where a log-probability is infinite, they are None and the row's ``reason`` gets longer.
+    """
     names = ("logprob", "logprob_baseline", "exact", "exact_baseline")
     means = {f"needle_{name}": float(np.mean([getattr(needle, name) for needle in found])) for name in names}
-    return {"by_depth": tuple(found), **means}
+    infinite = [name for name, mean in means.items() if not np.isfinite(mean)]
+    if not infinite:
+        return {"by_depth": tuple(found), **means}
+    told = f"{', '.join(infinite)}: infinite"
+    return {**means, **dict.fromkeys(infinite), "reason": f"{reason}; {told}" if reason else told}
 
 
 def _by_depth(
@@ -142,6 +156,12 @@ def _by_depth(
         at = [index for index, question in enumerate(haystack.questions) if question.depth == depth]
         pairs = [(scores, part) for part in (0, 1) for scores in (found, baseline)]
         yield Needle(depth, *(float(np.mean([scores[index][part] for index in at])) for scores, part in pairs))
+
+
+def _shared(a: Tensor, b: Tensor) -> int:
+    """How many ids two texts begin with in common."""
+    size = min(len(a), len(b))
+    return int((a[:size] == b[:size]).long().cumprod(0).sum())
 
 
 def _ids(tokenizer: Any, text: str) -> Tensor:

@@ -45,6 +45,14 @@ def parse_tokens(option: str, text: str, more: str = "") -> int:
     return tokens
 
 
+def expanded(option: str, path: str | Path) -> Path:
+    """A path with its ``~`` filled in. Raises `InputError` for the home of somebody who is not there."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"{option}: {path}: {error}") from error
+
+
 def make_writable(option: str, folder: Path) -> None:
     """Makes a folder and proves that files can be written there. Raises `InputError`."""
     try:
@@ -67,5 +75,5 @@ def text_names(values: Sequence[str]) -> list[str]:
     """The texts of ``--text``: it may be repeated, and list several; a file with commas in its name is one."""
     names: list[str] = []
     for value in values:
-        names += [value] if os.path.exists(Path(value).expanduser()) else split_list("--text", value)
+        names += [value] if os.path.exists(expanded("--text", value)) else split_list("--text", value)
     return names

@@ -69,7 +69,8 @@ def fidelity_plot(rows: Sequence[Row]) -> bytes | None:
         legend.append((markers, f"{format_context(context)} tokens"))
         front = pareto_front(series)
         axes.plot([p.ratio for p in front], [p.kl for p in front], color=color, linewidth=1.2, drawstyle="steps-post")
-    _dress(axes, points, f"{plain(rows[0].model)}: fidelity against bytes ({rows[0].protocol}, {rows[0].dtype})")
+    how = f"{plain(rows[0].protocol)}, {plain(rows[0].dtype)}"
+    _dress(axes, points, f"{plain(rows[0].model)}: fidelity against bytes ({how})")
     legend_below(figure, legend)
     draw(figure)  # fixes the layout, so that labels can be placed in pixels
     _label(axes, points)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import kvquant
+from kvquant.geometry import decoder_config
+from kvquant.keys import settings_of
 
 from . import report, results
-from .errors import InputError
+from .errors import InputError, one_line
 from .memory import estimate, groups, in_words, parse_size, peak_memory, resident_memory
-from .models import LoadedModel, load, prefixes_nest
+from .models import LoadedModel, check_causal, load
 from .needle import Probe, plant, summary
 from .options import format_context, parse_contexts, split_list
 from .prefix import Prefix
 from .protocols import NewCache
-from .rope import stretch
+from .rope import frequencies_of, prefixes_nest, stretch
 from .rows import Row
 from .sweep import Settings, Sweep, Terms
 from .texts import Text, find_text
@@ -75,6 +78,9 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
         report.prepare(options.out)
     scaled = []
     loaded = load(options.model, options.dtype, say, lambda config: scaled.append(_stretch(config, options, contexts)))
+    if options.rope_scaling and not scaled[0]:
+        say("--rope-scaling: not needed, the model serves these contexts by itself")
+    check_causal(loaded)
     tokens = tokens_of(loaded, text, contexts)
     settings = Settings(
         contexts=tuple(contexts),
@@ -109,7 +115,8 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     began = time.monotonic()
     probe = _needles(loaded, tokens, policies, new, settings) if options.needle else None
     forwards = sweep.forwards()
-    title = f"{len(policies)} policies, up to {format_context(max([end for _, end in forwards], default=0))} tokens"
+    longest = format_context(max([end for _, end in forwards], default=0))
+    title = f"{len(policies)} {'policies' if len(policies) > 1 else 'policy'}, up to {longest} tokens"
     with progress(title, forwards) if forwards else nullcontext(_no_tick) as tick:
         for row in sweep.rows(tick):
             kept.add(row)
@@ -167,13 +174,25 @@ def _earlier(options: Options, now: report.Report) -> list[Row]:
     if not (options.out / "rows.json").exists():
         return []
     before = results.read(options.out)
+    _same_makers(options.out, before, now)
     for name, fact in now.facts.items():
         if before.facts.get(name) != fact:
             was = before.facts.get(name, "not recorded")
             raise InputError(f"--resume: {options.out} is of another sweep: {name}: {was!r} there, {fact!r} now")
     if before.policies != now.policies:
         raise InputError(f"--resume: {options.out} is of another sweep: its policies are others")
-    return [row for row in before.rows if row.status == "ok" and (row.by_depth or not options.needle)]
+    return [row for row in before.rows if row.status == "ok"]
+
+
+def _same_makers(folder: Path, before: report.Report, now: report.Report) -> None:
+    """`InputError` where a report's rows were made by other releases, or on another machine: a report names one."""
+    for kind, there, here in (
+        ("version of", before.versions, now.versions),
+        ("machine's", before.machine, now.machine),
+    ):
+        for name, value in here.items():
+            if there.get(name) != value:
+                raise InputError(f"--resume: {folder}: the {kind} {name} was {there.get(name)!r}, now it is {value!r}")
 
 
 def _needles(
@@ -192,10 +211,16 @@ def _needles(
                     yield replace(row, reason=f"no needles: {error}")
                 continue
             asking = Probe(loaded.model, asked, new, settings.protocol, settings.chunk)
-            with progress(f"needles at {format_context(context)}", asking.forwards(len(haystack.ids))) as tick:
+            with progress(f"needles at {format_context(context)}", asking.forwards(haystack)) as tick:
                 asking.tick = tick
-                for policy, found in asking.run(haystack):
-                    yield replace(cells[policy], **summary(found))
+                try:
+                    with frequencies_of(loaded.model, context):
+                        for policy, found in asking.run(haystack):
+                            cell = cells.pop(policy)
+                            yield replace(cell, **summary(found, cell.reason))
+                except Exception as error:  # the rows stand, with all else they hold
+                    for row in cells.values():
+                        yield replace(row, reason=f"no needles: {one_line(error)}")
 
     return probe
 
@@ -205,7 +230,7 @@ def _prefix(options: Options, loaded: LoadedModel, tokens: Tokens, say: Callable
     assert options.reuse_prefix is not None
     if options.protocol != "prefill":
         raise InputError("--reuse-prefix: only --protocol prefill has an exact prefix")
-    if not prefixes_nest(loaded.model):
+    if not prefixes_nest(loaded.model.config):
         raise InputError("--reuse-prefix: the model's positions depend on the context, so prefixes do not nest")
     prefix = Prefix(loaded.model, tokens.ids, options.reuse_prefix, say)
     prefix.open()
@@ -217,11 +242,19 @@ def _fitting(sweep: Sweep, limit: int, say: Callable[[str], None]) -> list[list[
     longest = max((end for _, end in sweep.forwards()), default=0)
     if not longest:
         return []
-    found = estimate(sweep.model, sweep.policies, sweep.new, longest, sweep.settings.chunk)
+    copied = longest if sweep.prefix else min(sweep.settings.contexts) if sweep.settings.protocol == "streaming" else 0
+    found = estimate(sweep.model, sweep.policies, sweep.new, longest, sweep.settings.chunk, copied)
     parts = groups(found, limit)
     peak = max(found.total(part) for part in parts)
     say(f"Memory: about {in_words(peak)} of {in_words(limit)}, {len(parts)} reading(s) of the text")
     return parts
+
+
+def _fingerprint(model: Any) -> str:
+    """Of every weight and every setting."""
+    settings = settings_of(decoder_config(model.config))
+    weights = kvquant.model_fingerprint(model, full=True)
+    return hashlib.blake2b((weights + settings).encode(), digest_size=16).hexdigest()
 
 
 def _cells(contexts: Sequence[int], policies: Sequence[Any]) -> str:
@@ -276,7 +309,7 @@ def _facts(loaded: LoadedModel, text: Text, tokens: Tokens, settings: Settings) 
         "model": f"{loaded.name} ({loaded.weights}), {settings.dtype}",
         "text": f"{text.name}, {len(text.content)} characters, SHA-256 `{text.sha256}`, read from its start",
         "tokens": f"tokenised as a whole; {tokens.bos}",
-        "weights": f"fingerprint `{kvquant.model_fingerprint(loaded.model)}`",
+        "weights": f"fingerprint `{_fingerprint(loaded.model)}`",
         "protocol": _PROTOCOL_WORDS[settings.protocol].format(chunk=settings.chunk)
         + f"; scored are the last {settings.score_tokens} tokens of a context, less those of whose past less than "
         "half was sealed before their chunk (the column *tokens* counts them), so contexts score different tokens",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +35,9 @@ from .options import make_writable
 
 PARTS = ("keys", "values")
 STEP = 256  # tokens that are compared together
+_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
+_PARTIAL = "kvquant-"
+_ABANDONED_SECONDS = 3600
 LIMIT = 32 << 30  # bytes of all files in a folder
 
 
@@ -48,7 +53,9 @@ class Prefix:
     folder: Path
     say: Callable[[str], None] = lambda line: None
     length: int = 0  # tokens that are in the file and fit
+    _names: set[str] = field(default_factory=set)  # of the tensors in the file
     _noted: dict[str, Tensor] = field(default_factory=dict)
+    _told: bool = False
 
     def open(self) -> None:
         """Make the folder and read what fits; raises `InputError` if that is not possible."""
@@ -56,27 +63,40 @@ class Prefix:
         if kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
             raise InputError("--reuse-prefix: this model has layers whose state cannot be kept")
         make_writable("--reuse-prefix", self.folder)
+        for file in self.folder.glob(f"{_PARTIAL}*.partial"):  # of a run that was killed while it wrote
+            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
+                file.unlink(missing_ok=True)
         if self._path.exists():
             self._read()
-        if self.length:
-            self.say(f"Reusing the exact history of {self.length} tokens in {self.folder}")
 
     def restore(self, tokens: int, room: int) -> DynamicCache | None:
         """A cache for ``room`` tokens that holds the first ``tokens`` of the text, None if that is not there."""
-        if not 0 < tokens <= self.length:
+        if not self._has(tokens):
             return None
         cache = exact_cache(self.model, room)
         with safe_open(self._path, "pt") as file:
             names = set(file.keys())
             for index, layer in enumerate(cache.layers):
                 if isinstance(layer, DynamicSlidingWindowLayer):
-                    if _name(tokens, index, "keys") not in names:
-                        return None
                     layer.update(*(file.get_tensor(_name(tokens, index, part)) for part in PARTS))
                     layer.cumulative_length = tokens
                 elif _name("all", index, "keys") in names:
                     layer.update(*(file.get_slice(_name("all", index, part))[:, :, :tokens] for part in PARTS))
+        if not self._told:
+            self._told = True
+            self.say(f"Reusing the exact history of {self.length} tokens in {self.folder}")
         return cache
+
+    def _has(self, tokens: int) -> bool:
+        """Whether the file has the first ``tokens`` of the text, windows and all."""
+        if not 0 < tokens <= self.length:
+            return False
+        windows = [
+            index
+            for index, layer in enumerate(DynamicCache(config=self.model.config).layers)
+            if isinstance(layer, DynamicSlidingWindowLayer)
+        ]
+        return all(_name(tokens, index, "keys") in self._names for index in windows)
 
     def note(self, tokens: int, cache: DynamicCache) -> None:
         """Remember the windows of a cache that holds exactly ``tokens``."""
@@ -85,21 +105,23 @@ class Prefix:
                 self._noted |= {_name(tokens, index, part): getattr(layer, part).clone() for part in PARTS}
 
     def save(self, cache: DynamicCache) -> None:
-        """Write what a cache holds, unless as much is there already, and keep the folder within `LIMIT`."""
+        """Write what a cache holds, unless all of it is there already, and keep the folder within `LIMIT`."""
         held = cache.get_seq_length() // STEP * STEP
-        if held <= self.length:
+        if held <= self.length and not {*self._noted} - self._names:
             return
-        tensors = self._windows_of_the_file() | self._noted
-        for index, layer in enumerate(cache.layers):
-            if not isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length():
-                tensors |= {_name("all", index, part): getattr(layer, part)[:, :, :held] for part in PARTS}
+        tensors = self._of_the_file(everything=held <= self.length) | self._noted
+        if held > self.length:
+            for index, layer in enumerate(cache.layers):
+                if not isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length():
+                    tensors |= {_name("all", index, part): getattr(layer, part)[:, :, :held] for part in PARTS}
+        held = max(held, self.length)
         size = sum(tensor.nbytes for tensor in tensors.values())
         if size > LIMIT:
             self.say(f"The exact history is not kept: its {size >> 20} MiB are more than {LIMIT >> 20}")
             return
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         facts = {"keys": self._keys[: held // STEP], "sums": {name: _sum(tensor) for name, tensor in tensors.items()}}
-        handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".partial")
+        handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=_PARTIAL, suffix=".partial")
         os.close(handle)
         try:
             save_file(tensors, temporary, metadata={"kvquant": json.dumps(facts)})
@@ -108,20 +130,28 @@ class Prefix:
             Path(temporary).unlink(missing_ok=True)
             self.say(f"The exact history is not kept: {error}")
             return
-        self.length = held
+        self.length, self._names = held, {*tensors}
         self._forget_oldest()
         self.say(f"Kept the exact history of {held} tokens in {self.folder}")
 
-    def _windows_of_the_file(self) -> dict[str, Tensor]:
+    def _of_the_file(self, everything: bool) -> dict[str, Tensor]:
+        """What the file has of this text: the windows, or all."""
         if not self.length:
             return {}
         with safe_open(self._path, "pt") as file:
-            places = [name for name in file.keys() if not name.startswith("all.")]  # noqa: SIM118  # not a mapping
-            return {name: file.get_tensor(name) for name in places if int(name.split(".")[0]) <= self.length}
+            found = {}
+            for name in self._names:
+                place = name.split(".")[0]
+                if place == "all":
+                    if everything:
+                        found[name] = file.get_slice(name)[:, :, : self.length]
+                elif int(place) <= self.length:
+                    found[name] = file.get_tensor(name)
+            return found
 
     @cached_property
     def _keys(self) -> list[str]:
-        identity = Identity.of(self.model, decoder_config(self.model.config), "exact")
+        identity = Identity.of(self.model, decoder_config(self.model.config), "exact", full=True)
         return [key.hex() for key in content_keys(identity, self.ids, STEP)]
 
     @property
@@ -141,15 +171,25 @@ class Prefix:
             self.say(f"The exact history in {self._path.name} is of no use and will be replaced: {one_line(error)}")
             return
         self.length = STEP * (equal.index(False) if False in equal else len(equal))
+        self._names = {*facts["sums"]}
         os.utime(self._path)
 
     def _forget_oldest(self) -> None:
-        files = sorted(self.folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime, reverse=True)
+        files = [file for file in self.folder.glob("*.safetensors") if _NAME.fullmatch(file.name) and _is_ours(file)]
         total = 0
-        for file in files:
+        for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
             total += file.stat().st_size
             if total > LIMIT and file != self._path:
                 file.unlink()
+                self.say(f"Deleted the oldest exact history, {file}: all are more than {LIMIT >> 20} MiB")
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        with safe_open(file, "pt") as opened:
+            return "kvquant" in (opened.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
 
 
 def _name(place: int | str, layer: int, part: str) -> str:

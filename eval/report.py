@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -77,7 +78,8 @@ def document(command: str, rows: Sequence[AnyRow]) -> dict[str, Any]:
 
 def to_json(document: Mapping[str, Any]) -> str:
     """Strict JSON: raises ValueError rather than writing NaN or Infinity."""
-    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode(errors="backslashreplace").decode()  # a file name may hold half a character
 
 
 def prepare(folder: Path) -> None:
@@ -106,8 +108,8 @@ def write(folder: Path, report: Report) -> None:
     plot = fidelity_plot(report.rows)
     files = {
         "rows.json": to_json(report.document()).encode(),
-        "rows.csv": _csv(report.rows).encode(),
-        "README.md": _readme(report, plot is not None).encode(),
+        "rows.csv": _csv(report.rows).encode(errors="backslashreplace"),
+        "README.md": _readme(report, plot is not None).encode(errors="backslashreplace"),
     }
     try:
         for name, data in files.items():
@@ -135,6 +137,8 @@ def prepare_page(path: Path) -> None:
     if path.is_dir():
         raise InputError(f"--out: {path}: Is a directory; allowed: a file ending in .html")
     foreign = [path] if path.exists() else _pictures(path)
+    if path.name == PAGE and not path.exists() and _is_report(path.parent):
+        foreign = []  # pictures of a page that somebody deleted
     if foreign and not _is_page(path):
         raise InputError(
             f"--out: {foreign[0]}: not of an earlier `kvquant report` and would be replaced; "
@@ -147,7 +151,7 @@ def write_page(path: Path, page: str, pictures: Mapping[str, bytes]) -> list[Pat
 
     Pictures of an earlier page of this name go. Raises `InputError` if the folder can't be written any more.
     """
-    files = {path: page.encode()}
+    files = {path: page.encode(errors="backslashreplace")}
     files |= {path.with_name(f"{path.stem}-{name}.png"): picture for name, picture in pictures.items()}
     try:
         for file, data in files.items():
@@ -221,7 +225,7 @@ def _readme(report: Report, with_plot: bool) -> str:
         f"- versions: {versions}",
         f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
         f"{machine['torch_threads']} torch threads, {machine['os']}",
-        *(f"- {name}: {value}" for name, value in report.facts.items()),
+        *(f"- {name}: {html.escape(value, quote=False)}" for name, value in report.facts.items()),
         "",
         "## Policies, layer by layer",
         "",
@@ -237,11 +241,11 @@ def _table(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.status != "ok":
             told = f"{row.status}: {_cell(row.reason)}"
-            lines.append(f"| {row.policy} | {format_context(row.context)} | {told} {'| ' * (len(shown) - 3)}|")
+            lines.append(f"| {_cell(row.policy)} | {format_context(row.context)} | {told} {'| ' * (len(shown) - 3)}|")
             continue
-        lines.append(f"| {' | '.join(column.cell(row) for column in shown)} |")
+        lines.append(f"| {' | '.join(_cell(column.cell(row)) for column in shown)} |")
     return lines
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return html.escape(text, quote=False).replace("|", "\\|")

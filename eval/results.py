@@ -47,9 +47,20 @@ def read(folder: Path) -> Report:
     if not report.rows:
         raise InputError(f"{path}: no rows")
     for index, row in enumerate(report.rows):
-        if not 1 <= row.context <= _LONGEST_CONTEXT:
-            raise InputError(f"{path}: rows[{index}].context: {str(row.context)[:20]} is not a number of tokens")
+        if complaint := _nonsense(row):
+            raise InputError(f"{path}: rows[{index}].{complaint}")
     return report
+
+
+def _nonsense(row: Row) -> str:
+    """What of a row cannot be, or nothing."""
+    if not 1 <= row.context <= _LONGEST_CONTEXT:
+        return f"context: {str(row.context)[:20]} is not a number of tokens"
+    if any(not 0 <= bucket.first < bucket.stop <= row.context for bucket in row.by_position):
+        return "by_position: not between 0 and the context"
+    if any(not 0 <= needle.depth <= 1 for needle in row.by_depth):
+        return "by_depth: not a share of the context"
+    return ""
 
 
 def read_all(folders: Sequence[Path]) -> dict[str, Report]:

@@ -11,9 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from .errors import one_line
-from .models import context_limit, prefixes_nest
 from .prefix import Prefix
 from .protocols import PROTOCOLS, NewCache, floor_lane
+from .rope import cannot_stretch, context_limit, frequencies_of, prefixes_nest
 from .rows import Row, Scores, fidelity, footprint
 from .walk import Lane, Walk, chunk_bounds, steps
 
@@ -91,11 +91,12 @@ class Sweep:
         walk = Walk(self.model, ids, windows, _each(lanes), self._bounds(windows), tick, self.prefix)
         left = list(windows)
         try:
-            for context in walk.run():
-                left.remove(context)
-                for (_, cell), lane in lanes.items():
-                    if cell == context and lane.name:
-                        yield self._measured(walk, lanes, lane, context)
+            with frequencies_of(self.model, max(windows)):
+                for context in walk.run():
+                    left.remove(context)
+                    for (_, cell), lane in lanes.items():
+                        if cell == context and lane.name:
+                            yield self._measured(walk, lanes, lane, context)
         except Exception as error:  # the reference run; rows that were reached stand
             reason = f"reference run: {one_line(error)}"
             for (policy, context), lane in lanes.items():
@@ -136,7 +137,7 @@ class Sweep:
         stats, seconds = lane.checkpoints[context]
         numbers = fidelity(scores, self.settings.seed) | footprint(stats, seconds)
         if (floor := lanes.get(("", context))) and floor.error is None:
-            numbers["kl_floor"] = float(np.nanmean(floor.kl))
+            numbers["kl_floor"] = float(np.nanmean(floor.kl[[position for position in at if position <= floor.stop]]))
         if lane.first:
             numbers["compress_seconds"] = round(lane.open_seconds, 3)
         return replace(row, **numbers)
@@ -152,17 +153,19 @@ class Sweep:
         walks: list[tuple[dict[int, list[int]], Sequence[str]]] = []
         for group in self.groups or [[policy.name for policy in self.policies]]:
             missing = [context for context in self._windows if any((name, context) not in self.done for name in group)]
-            if prefixes_nest(self.model) and missing:
+            if prefixes_nest(self.model.config) and missing:
                 walks.append(({c: window for c, window in self._windows.items() if c <= max(missing)}, group))
             else:
-                walks += [(self._windows_of([context]), group) for context in missing]
+                walks += [({context: self._windows[context]}, group) for context in missing]
         return walks
 
     @cached_property
     def _windows(self) -> dict[int, list[int]]:
         """The positions scored for each context that can be run, ascending; one choice for all policies."""
         fitting = [context for context in self.settings.contexts if not self._too_long(context)]
-        return self._windows_of(fitting)
+        if prefixes_nest(self.model.config):
+            return self._windows_of(fitting)
+        return {context: window for each in fitting for context, window in self._windows_of([each]).items()}
 
     def _windows_of(self, contexts: Sequence[int]) -> dict[int, list[int]]:
         """Scored is the end of a context, less tokens that would show little of the compression.
@@ -184,9 +187,10 @@ class Sweep:
 
     def _too_long(self, context: int) -> str:
         """Why model or text can't serve a context, or nothing."""
-        limit = context_limit(self.model)
+        limit = context_limit(self.model.config)
         if limit is not None and context > limit:
-            return f"the model's limit is {limit} tokens (max_position_embeddings); allowed with --rope-scaling"
+            why = cannot_stretch(self.model.config) or "allowed with --rope-scaling"
+            return f"the model's limit is {limit} tokens (max_position_embeddings); {why}"
         if context > len(self.ids):
             return f"the text has only {len(self.ids)} tokens"
         return ""

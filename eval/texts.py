@@ -13,13 +13,14 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .dataset_text import names_dataset, read_dataset
 from .errors import InputError
-from .options import text_names
+from .options import expanded, text_names
 
 _OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+_PIECE_BYTES = 16 << 20
 _LEAST_BYTES = 64 << 20  # of a file
 _LEAST_CHARACTERS = 1 << 20  # of a dataset, whose rows may come over the network
 _PER_TOKEN = 64  # bytes or characters; tokenizers put 3 to 5 into one
@@ -67,7 +68,7 @@ def _find(value: str, tokens: int) -> tuple[str, str]:
     if names_dataset(value):
         name, content = read_dataset(value, max(_LEAST_CHARACTERS, needed))
         return name, _checked(value, content)
-    path = Path(value).expanduser()
+    path = expanded("--text", value)
     return str(path), _read(path, max(_LEAST_BYTES, needed))
 
 
@@ -79,7 +80,7 @@ def _read(path: Path, limit: int) -> str:
     suffix = path.suffix.lower()
     try:
         with _OPENERS.get(suffix, open)(path, "rb") as file:
-            data = file.read(limit)
+            data = _at_most(file, limit)
             whole = not file.read(1)
     except (EOFError, ValueError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"--text: {path}: not a whole {suffix} file: {error}") from error
@@ -94,9 +95,19 @@ def _read(path: Path, limit: int) -> str:
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         content = str(decoder.decode(data, final=whole))
     except UnicodeDecodeError as error:
-        where = f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        at = error.start + (len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0)
+        where = f"byte 0x{data[at]:02x} at offset {at}"
         raise InputError(f"--text: {path}: not UTF-8 text ({where})") from error
     return _checked(path, content)
+
+
+def _at_most(file: IO[bytes], limit: int) -> bytes:
+    """Up to ``limit`` bytes; asked for all at once, memory for them would be taken whether they are there or not."""
+    pieces = []
+    while limit > 0 and (piece := file.read(min(limit, _PIECE_BYTES))):
+        pieces.append(piece)
+        limit -= len(piece)
+    return b"".join(pieces)
 
 
 def _checked(place: str | Path, content: str) -> str:

@@ -1,7 +1,7 @@
 """Content keys: names for blocks that hold the same tokens under the same everything.
 
 A block's key chains BLAKE2b over the token ids up to its end, starting from a digest of all that decides its
-bytes: the model's weights, adapter, policy, dtype, position settings and tenant. Change one and every key misses.
+bytes: the model's weights and settings, adapter, policy, dtype and tenant. Change one and every key misses.
 Equal keys mean equal bytes but for rounding: the same prompt fed in other chunks may differ in its last bits.
 """
 
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Settings that say where a model comes from, or how it is driven.
+_IDLE = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "auto_map"}
 SAMPLES = 4096  # values hashed per tensor unless a full fingerprint is asked for
 
 
@@ -26,18 +28,23 @@ class Identity:
     model: str  # model_fingerprint
     policy: str  # PrecisionPolicy.fingerprint
     dtype: str
-    positions: str  # RoPE settings as JSON
+    settings: str  # the text decoder's config as JSON, RoPE among it
     adapter: str = ""
     tenant: str = ""
 
     @classmethod
-    def of(cls, model: nn.Module, config: Any, policy: str, adapter: str = "", tenant: str = "") -> Identity:
-        """That of what ``model`` caches under ``policy`` (a fingerprint); ``config`` is its text decoder's."""
+    def of(
+        cls, model: nn.Module, config: Any, policy: str, adapter: str = "", tenant: str = "", full: bool = False
+    ) -> Identity:
+        """That of what ``model`` caches under ``policy`` (a fingerprint); ``config`` is its text decoder's.
+
+        ``full`` reads every weight, see `model_fingerprint`.
+        """
         return cls(
-            model=model_fingerprint(model),
+            model=model_fingerprint(model, full),
             policy=policy,
             dtype=str(model.dtype),
-            positions=json.dumps(getattr(config, "rope_parameters", None), sort_keys=True, default=str),
+            settings=settings_of(config),
             adapter=adapter,
             tenant=tenant,
         )
@@ -45,6 +52,12 @@ class Identity:
     def digest(self) -> bytes:
         """32 bytes; the seed of every chain."""
         return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=32).digest()
+
+
+def settings_of(config: Any) -> str:
+    """What of a config may decide what its model computes, as JSON."""
+    settings = {name: value for name, value in config.to_dict().items() if name not in _IDLE}
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def content_keys(identity: Identity, ids: Sequence[int] | Tensor, block_tokens: int) -> list[bytes]:

@@ -54,7 +54,7 @@ def test_groups_fit_and_keep_their_order() -> None:
     assert groups(found, 205) == [["a", "b", "c"], ["d"]]
     assert groups(found, 200) == [["a", "b"], ["c"], ["d"]]
     assert all(found.total(part) <= 205 for part in groups(found, 205))
-    with pytest.raises(InputError, match=r"--max-memory: 0 MiB, but d alone needs .* exact history"):
+    with pytest.raises(InputError, match=r"--max-memory: 0.2 KiB, but d alone needs .* exact history"):
         groups(found, 199)
 
 
@@ -76,6 +76,7 @@ def test_the_peak_is_at_least_what_is_held_now() -> None:
 
 def test_amounts_in_words() -> None:
     assert [in_words(size) for size in (3 << 19, 3 << 29)] == ["2 MiB", "1.5 GiB"]
+    assert in_words(1536) == "1.5 KiB"
 
 
 @pytest.mark.parametrize("protocol", ["streaming", "prefill"])

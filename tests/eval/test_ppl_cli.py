@@ -33,7 +33,7 @@ def test_a_sweep_prints_a_table_that_fits_80_columns(arguments: dict[str, str], 
     assert ppl(arguments) == 0
     out, err = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= 80
-    assert "96 tokens, last 64 scored, uncompressed PPL" in out
+    assert "96 tokens, 64 scored, uncompressed PPL" in out
     for column in ("policy", "ΔPPL", "95 % interval", "KL", "top-1", "bytes", "int8-small", "int4-small"):
         assert column in out
     assert "…" not in out.replace("…+", "").replace("…-", "")  # no name was cut
@@ -190,7 +190,7 @@ def test_skipped_rows_are_told_and_set_the_exit_code(arguments: dict[str, str], 
     out = capsys.readouterr().out
     assert "int8-small at 16: skipped: no tokens scored" in out
     assert "int4-small at 1K: skipped: the model's limit is 512 tokens" in out
-    assert "96 tokens, last 64 scored" in out
+    assert "96 tokens, 64 scored" in out
     assert ppl(arguments | {"--contexts": "1K"}, "--json") == 1
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["status"], row["tokens_scored"], row["ppl"]) for row in rows] == [("skipped", 0, None)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,38 @@ def test_other_contexts_use_what_fits(text: torch.Tensor, tmp_path: Path) -> Non
 def test_windows_are_there_only_where_a_tail_began(text: torch.Tensor, tmp_path: Path) -> None:
     model = tiny("gemma3")
     run(model, text, tmp_path)
-    _, read, _ = run(model, text, tmp_path, 400)
+    alone, read, said = run(model, text, tmp_path, 400)
     assert read >= 400  # no window was kept there
+    assert said == [f"Kept the exact history of 768 tokens in {tmp_path}"]
+    again, read, said = run(model, text, tmp_path, 400)
+    assert read < 400
+    for mine, theirs in zip(again, alone, strict=True):
+        assert mine[2:] == pytest.approx(theirs[2:], rel=1e-3)  # read in other steps
+    assert said == [f"Reusing the exact history of 768 tokens in {tmp_path}"]
+    assert run(model, text, tmp_path)[1] < 900  # what was there before is there still
+
+
+def test_files_of_others_stay(text: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    mine = [tmp_path / "my-model.safetensors", tmp_path / f"{'a' * 32}.safetensors"]
+    for file in mine:
+        save_file({"a": torch.zeros(10_000)}, file)
+        os.utime(file, (0, 0))
+    monkeypatch.setattr(subject, "LIMIT", 10**6)
+    for start in (0, 10, 20):
+        said = run(tiny("llama"), text[start:].contiguous(), tmp_path)[2]
+    assert all(file.exists() for file in mine)
+    assert "Deleted the oldest exact history" in said[-2]
+
+
+def test_what_a_killed_run_left_goes_once_it_is_old(text: torch.Tensor, tmp_path: Path) -> None:
+    left = [tmp_path / "kvquant-old.partial", tmp_path / "kvquant-new.partial", tmp_path / "mine.partial"]
+    for file in left:
+        file.touch()
+    os.utime(left[0], (0, 0))
+    run(tiny("llama"), text, tmp_path)
+    assert [file.exists() for file in left] == [False, True, True]
 
 
 def test_a_longer_sweep_extends_what_is_there(text: torch.Tensor, tmp_path: Path) -> None:
@@ -104,12 +135,30 @@ def test_a_text_that_changes_later_on_shares_its_beginning(text: torch.Tensor, t
     assert run(model, changed, tmp_path)[0] == mixed
 
 
-@pytest.mark.parametrize("what", ["model", "dtype", "text", "positions"])
+SETTINGS = {"rms_norm_eps": 0.5, "hidden_act": "relu", "sliding_window": 16, "query_pre_attn_scalar": 1}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_setting_is_a_miss(text: torch.Tensor, tmp_path: Path, name: str) -> None:
+    family = "llama" if name == "rms_norm_eps" else "gemma3"
+    run(tiny(family), text, tmp_path)
+    changed = tiny(family, **{"hidden_activation" if name == "hidden_act" else name: SETTINGS[name]})
+    assert not any(line.startswith("Reusing") for line in run(changed, text, tmp_path)[2])
+
+
+@pytest.mark.parametrize("what", ["model", "dtype", "text", "positions", "every other weight"])
 def test_another_of_anything_is_a_miss(text: torch.Tensor, tmp_path: Path, what: str) -> None:
     run(tiny("llama"), text, tmp_path)
     model, other = tiny("llama"), text.clone()
     if what == "model":
         model.model.layers[3].mlp.up_proj.weight.data[0, 0] += 1
+    elif what == "every other weight":
+        weight = model.model.embed_tokens.weight.data
+        picked = torch.linspace(0, weight.numel() - 1, 4096, dtype=torch.float64).long()
+        assert len(picked) < weight.numel()
+        kept = weight.view(-1)[picked].clone()
+        weight *= -1
+        weight.view(-1)[picked] = kept  # what a quick fingerprint reads
     elif what == "dtype":
         model = model.to(torch.bfloat16)
     elif what == "text":
@@ -178,6 +227,7 @@ def test_who_is_refused(tmp_path: Path, text: torch.Tensor) -> None:
 
 def test_command(arguments: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     given = arguments | {"--contexts": "96,500", "--protocol": "prefill", "--reuse-prefix": str(tmp_path / "kept")}
+    given |= {"--score-tokens": "240"}
     for name in ("a", "b"):
         assert ppl(given | {"--out": str(tmp_path / name)}) == 0
     err = capsys.readouterr().err
