@@ -62,6 +62,38 @@ class KeyBias:
         return keys if self.turn is None else self.turn(keys, positions.to(like.device), like)
 
 
+@dataclass(frozen=True)
+class BiasScores:
+    """What a key bias adds to q·k, without the bias of every token.
+
+    RoPE turns by sums of angles: q · R(s + i) b = R(-s) q · R(i) b. So a query is turned back by each block's first
+    position, and meets a table of the bias at the positions within a block.
+    """
+
+    known: KeyBias
+    block_tokens: int
+
+    def __call__(self, query: Tensor, starts: Tensor, like: Tensor) -> Tensor:
+        """For ``query`` ``[heads, queries, dim]`` and blocks whose tokens are at ``starts`` ``[n]`` and on.
+
+        Float32 ``[n, heads, queries, block tokens]``; ``like`` as for `KeyBias`.
+        """
+        heads, queries, dim = query.shape
+        query = query.float()
+        turn = self.known.turn
+        if turn is None:
+            scores = (query * self.known.bias.to(query.device)[:, None]).sum(-1)
+            return scores[None, :, :, None].expand(len(starts), -1, -1, self.block_tokens).contiguous()
+        table = self.known(torch.arange(self.block_tokens, device=like.device), like)  # [heads, tokens, dim]
+        each = query.reshape(heads * queries, 1, dim).expand(-1, len(starts), -1)
+        back = turn(each, -starts.to(like.device), like).view(heads, queries * len(starts), dim)
+        # Some rules (YaRN) also lengthen what they turn; it is to count once.
+        cos, sin = turn.angles(torch.zeros(1, dtype=torch.int64, device=like.device), like)
+        length = torch.sqrt(cos.float().square() + sin.float().square()).max().item()
+        scores = (back.float() @ table.mT).view(heads, queries, len(starts), self.block_tokens) / length
+        return scores.permute(2, 0, 1, 3).contiguous()
+
+
 def key_biases(model: nn.Module, layers: Container[int]) -> dict[int, KeyBias]:
     """The key biases of those of ``layers`` that have one which can be removed.
 

@@ -108,7 +108,7 @@ class Calls:
 
     def fork(self, rows: Rows) -> Calls:
         """The same state over a copy of the rows."""
-        return Calls(rows, dict(self.held), _Announced(), self._current)
+        return Calls(rows, dict(self.held), self.streamed, _Announced(), self._current)
 
     def reset(self) -> None:
         """Forget all rows."""

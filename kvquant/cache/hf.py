@@ -349,8 +349,9 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             History(codec, self.rows.pool, policy.block_tokens, policy.sink_tokens, offset)
             for codec, offset in ((layer.policy.key, layer.key_bias), (layer.policy.value, None))
         ]
-        streams = layer.key_bias is None and not caches_latents(self._config)
-        return KVQuantLayer(layer.index, self._calls, *histories, self._masks if streams else None)
+        key, value = histories
+        masks = None if caches_latents(self._config) else self._masks
+        return KVQuantLayer(layer.index, self._calls, key, value, masks)
 
     def _compressed(self) -> list[KVQuantLayer]:
         return [layer for layer in self.layers if isinstance(layer, KVQuantLayer)]

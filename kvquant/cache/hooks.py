@@ -66,14 +66,14 @@ def _stream(decoder: Any) -> str:
 
 def _eager(module: Any, *args: Any, **given: Any) -> Any:
     """The model's own attention, where it has no other."""
-    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **given)  # type: ignore[attr-defined]
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **given)
 
 
 _ATTENTION = {"sdpa": "kvquant", "eager": "kvquant_eager"}
 _PLAIN = {"sdpa": ALL_ATTENTION_FUNCTIONS["sdpa"], "eager": _eager}
 
 
-def _decoder(model: nn.Module) -> nn.Module:
+def _decoder(model: nn.Module) -> Any:
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise UnsupportedError(f"{type(model).__name__} is not a transformers model")
     return decoder_module(model)

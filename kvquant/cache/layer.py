@@ -134,16 +134,16 @@ class History:
         """The first tokens of a piece as they were: ``[heads, count, dim]``."""
         assert self.arena is not None
         if self.codec.lossless:
-            (block,) = self.codec.decode(
-                self.arena.read(replace(piece.run, stop=piece.run.first + 1)), self.dim, self.tails[0].dtype
-            )
-            return block[:, piece.offset : piece.offset + count]
-        return self.arena.raw[self._pool.slot(piece.run)][:, :count]
+            fields = self.arena.read(replace(piece.run, stop=piece.run.first + 1))
+            blocks = self.codec.decode(fields, self.dim, self.tails[0].dtype)
+            return blocks[0, :, piece.offset : piece.offset + count]
+        raw: Tensor = self.arena.raw[self._pool.slot(piece.run)]
+        return raw[:, :count]
 
     @property
     def dim(self) -> int:
         """Channels of a head."""
-        return self.tails[0].shape[2]
+        return int(self.tails[0].shape[2])
 
     @property
     def token_elements(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 from ..attention.streamed import streamed_attention
 from ..errors import KVQuantWarning
 from ..kernels import Dense, Sealed, Segment
+from ..keybias import BiasScores, KeyBias
 from .layer import Held, History
 from .rows import Call, RowCall
 
@@ -29,15 +31,27 @@ class Segments:
     def __init__(self, key: History, value: History, masks: Masks) -> None:
         self.key, self.value = key, value
         self.masks = masks
+        self.bias = BiasScores(key.offset, key.block_tokens) if isinstance(key.offset, KeyBias) else None
         self._made: dict[int, tuple[Any, list[Segment]]] = {}  # by row
         self.decoded = 0
 
-    def of(self, keys: Held, values: Held) -> list[list[Segment]]:
-        """What each row's new tokens attend to."""
-        return [
-            [*self._blocks(index, row), Dense(keys.tails[index], values.tails[index], causal=True)]
-            for index, row in enumerate(keys.call.rows)
-        ]
+    def of(self, keys: Held, values: Held, query: Tensor) -> list[list[Segment]]:
+        """What each row's new tokens attend to, whose ``query`` is ``[rows, query heads, new, dim]``."""
+        found = []
+        for index, row in enumerate(keys.call.rows):
+            blocks = self._blocks(index, row)
+            if self.bias is not None:
+                folded = query[index].reshape(keys.fresh.shape[1], -1, query.shape[3])
+                blocks = [self._with_bias(segment, row, folded, keys.fresh) for segment in blocks]
+            found.append([*blocks, Dense(keys.tails[index], values.tails[index], causal=True)])
+        return found
+
+    def _with_bias(self, segment: Segment, row: RowCall, query: Tensor, like: Tensor) -> Segment:
+        if isinstance(segment, Dense) or self.bias is None:
+            return segment
+        count = len(next(iter(segment.keys.values())))
+        starts = row.positions[segment.start :: segment.block_tokens][:count]
+        return replace(segment, extra=self.bias(query, starts, like))
 
     def _blocks(self, index: int, row: RowCall) -> list[Segment]:
         history, made = self._made.get(index, (None, []))
@@ -58,7 +72,8 @@ class Segments:
         first, stop = piece.offset + raw, piece.offset + piece.stop - piece.first
         if first < stop:
             dims = key.dim, value.dim
-            found.append(Sealed(key.codec, value.codec, keys, values, dims, key.block_tokens, first, stop))
+            start = piece.first - piece.offset
+            found.append(Sealed(key.codec, value.codec, keys, values, dims, key.block_tokens, first, stop, start))
         return found
 
 
@@ -68,10 +83,10 @@ class HeldStates(Tensor):
     held: Held
     segments: Segments
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, held: Held, segments: Segments) -> HeldStates:
+    def __new__(cls, held: Held, segments: Segments) -> HeldStates:  # noqa: D102  # a tensor has no __init__
         rows, heads, new, dim = held.fresh.shape
         shape = rows, heads, held.call.past + new, dim
         states: HeldStates = Tensor._make_wrapper_subclass(
@@ -81,7 +96,7 @@ class HeldStates(Tensor):
         return states
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         def decoded(x: Any) -> Any:
             return x.decode(f"{func} was called") if isinstance(x, HeldStates) else x
 
@@ -96,12 +111,12 @@ class HeldStates(Tensor):
 
 
 def attend(plain: Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
-    """The attention that transformers calls for a layer: streamed where it can be, else ``plain`` on decoded states."""
+    """What transformers calls as a layer's attention: streamed where it can be, else ``plain`` on decoded states."""
     if not (isinstance(key, HeldStates) and isinstance(value, HeldStates)):
         return plain(module, query, key, value, mask, **given)
     if why := _obstacle(query, key, mask, given):
         return plain(module, query, key.decode(why), value.decode(why), mask, **given)
-    segments = key.segments.of(key.held, value.held)
+    segments = key.segments.of(key.held, value.held, query)
     output = streamed_attention(
         query,
         segments,
@@ -126,7 +141,15 @@ def _obstacle(query: Tensor, key: HeldStates, mask: Any, given: dict[str, Any]) 
         return "the model adds a bias by position to its scores"
     if any(row.fresh < call.new for row in call.rows):
         return "a row begins in this call"
+    if key.segments.bias and not all(_in_order(row) for row in call.rows):
+        return "key biases were removed at positions with gaps"
     return "" if key.segments.masks.fits(mask, call) else "its mask is not the causal one of these rows"
+
+
+def _in_order(row: RowCall) -> bool:
+    """Whether sealed tokens are at positions that follow one another."""
+    positions = row.positions[: row.sealed]
+    return len(positions) < 2 or bool((positions.diff() == 1).all())
 
 
 class Masks:

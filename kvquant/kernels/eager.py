@@ -139,7 +139,7 @@ def _scores(query: Tensor, part: Sealed) -> Tensor:
     if codec.axis == "token":
         scores = (query @ codes.mT) * scale.mT + query.sum(-1, keepdim=True) * middle.mT
         return _in_a_row(scores)
-    grouped = codes.unflatten(2, (-1, codec.group))  # [n, heads, groups, group, dim]
+    grouped = torch.unflatten(codes, 2, (-1, codec.group))  # [n, heads, groups, group, dim]
     each = query[None, :, None]
     scores = (each * scale[..., None, :]) @ grouped.mT + (each * middle[..., None, :]).sum(-1, keepdim=True)
     return _in_a_row(scores.transpose(2, 3).flatten(3))
@@ -154,7 +154,7 @@ def _weigh(part: Segment, weights: Tensor) -> Tensor:
         return weights @ codec.decode(fields, dim, torch.float32).transpose(0, 1).flatten(1, 2)
     codes, scale, middle = (x.transpose(0, 1).flatten(1, 2) for x in _centred(codec, fields, dim))
     sums = []
-    for group, codes_of_group in enumerate(codes.split(codec.channel_group(dim), dim=-1)):
+    for group, codes_of_group in enumerate(torch.split(codes, codec.channel_group(dim), dim=-1)):
         of_codes = (weights * scale[:, None, :, group]) @ codes_of_group
         sums.append(of_codes + weights @ middle[:, :, group, None])
     return torch.cat(sums, dim=-1)

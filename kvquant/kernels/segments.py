@@ -35,8 +35,8 @@ class Dense:
 class Sealed:
     """n blocks of ``block_tokens`` tokens: fields as `Codec.encode` gives them, of the tokens ``first ≤ t < stop``.
 
-    ``dims`` are those of keys and values. ``extra``, if any, is added to q·k before scaling: float32
-    ``[n, heads, queries, block_tokens]``.
+    ``dims`` are those of keys and values. ``start`` is the number, within its row, of the first block's first token.
+    ``extra``, if any, is added to q·k before scaling: float32 ``[n, heads, queries, block_tokens]``.
     """
 
     key: Codec
@@ -47,6 +47,7 @@ class Sealed:
     block_tokens: int
     first: int
     stop: int
+    start: int = 0
     extra: Tensor | None = None
 
     @property

@@ -1,0 +1,101 @@
+"""Every way of attending to segments against the oracle, which decodes everything first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvquant import get_codec
+from kvquant.attention import reference
+from kvquant.kernels import Dense, Sealed, attend, eager, native, wide
+from kvquant.testing import relative_rms
+
+CODECS = ["fp16", *(f"int{bits}" for bits in (8, 4, 3, 2))]
+LEVELS = range(native.isa() + 1) if native.library() else []
+
+
+@st.composite
+def sides(draw, codecs, tokens):
+    codec = draw(st.sampled_from(codecs))
+    if codec == "fp16":
+        return codec
+    group = draw(st.sampled_from([g for g in (8, 16, 32, 64) if tokens % g == 0]))
+    if codec in ("nf4", "fp4", "dynamic8"):
+        return {"codec": codec} if tokens % 64 == 0 else "fp16"
+    axis, rotate = draw(st.sampled_from(["channel", "token"])), draw(st.sampled_from(["none", "hadamard"]))
+    return {"codec": codec, "axis": axis, "group": group, "rotate": rotate}
+
+
+@st.composite
+def problems(draw, codecs=CODECS, lengths=(1, 1, 2, 5)):
+    """(query, segments, value dim, settings): sinks, a run of blocks some of whose tokens do not count, a tail."""
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    heads, group, new = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7])), draw(st.sampled_from(lengths))
+    dim = draw(st.sampled_from([8, 15, 32, 48, 64, 80, 128, 160]))
+    value_dim = draw(st.sampled_from([dim, dim, 64]))
+    tokens, count = draw(st.sampled_from([8, 32, 64, 128])), draw(st.integers(1, 4))
+    key, value = draw(sides(codecs, tokens)), draw(sides(codecs, tokens))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    blocks = [torch.randn(count, heads, tokens, width).to(dtype) for width in (dim, value_dim)]
+    codecs_ = get_codec(key, "key", tokens), get_codec(value, "value", tokens)
+    fields = [
+        {name: field.contiguous() for name, field in codec.encode(block).items()}
+        for codec, block in zip(codecs_, blocks, strict=True)
+    ]
+    first, left = draw(st.sampled_from([0, 4])), draw(st.sampled_from([0, 3]))
+    extra = torch.randn(count, heads, group * new, tokens) if draw(st.booleans()) else None
+    tail = draw(st.sampled_from([0, 1, 70])) + new
+    segments = [
+        Dense(*(torch.randn(heads, 4, width).to(dtype) for width in (dim, value_dim))),
+        Sealed(*codecs_, *fields, (dim, value_dim), tokens, first, count * tokens - left, 0, extra),
+        Dense(*(torch.randn(heads, tail, width).to(dtype) for width in (dim, value_dim)), causal=True),
+    ]
+    query = torch.randn(heads, group * new, dim)
+    softcap = draw(st.sampled_from([0.0, 0.0, 5.0]))
+    return query, segments, value_dim, {"scale": dim**-0.5, "softcap": softcap, "news": new}
+
+
+def check(way, problem, limit, **more):
+    query, segments, dim, given_ = problem
+    output, logs = way(query, segments, dim, **given_, **more)
+    expected, expected_logs = reference.attend(query, segments, dim, **given_, dtype=torch.float64)
+    assert output.shape == expected.shape
+    assert relative_rms(output, expected) <= limit
+    assert (logs - expected_logs).abs().max() <= limit * 10
+
+
+@settings(deadline=None, max_examples=120)
+@given(problems())
+def test_eager(problem):
+    check(eager.attend, problem, 1e-5)
+
+
+@settings(deadline=None, max_examples=25)
+@given(problems(lengths=(48, 60)))
+def test_many_queries_at_once(problem):
+    query, segments, dim, given_ = problem
+    if wide.serves(query, segments, dim, given_["softcap"]):
+        check(wide.attend, problem, 1e-5)
+    check(eager.attend, problem, 1e-5)
+
+
+@pytest.mark.skipif(not LEVELS, reason="the library is not built here: no compiler")
+@settings(deadline=None, max_examples=120)
+@given(problems())
+def test_compiled(problem):
+    """Plain paths multiply in float32, the fast ones by queries and weights rounded to 16 bits."""
+    query, segments, _, _ = problem
+    if native.serves(query, segments):
+        for level in LEVELS:
+            check(native.attend, problem, 1e-3 if level >= 2 else 2e-5, level=level)
+
+
+@settings(deadline=None, max_examples=20)
+@given(problems(codecs=["fp16", "nf4", "fp4", "dynamic8"]))
+def test_whatever_the_codec(problem):
+    query, segments, dim, given_ = problem
+    output, _ = attend(query, segments, dim, **given_)
+    expected, _ = reference.attend(query, segments, dim, **given_, dtype=torch.float64)
+    assert relative_rms(output, expected) <= 1e-3

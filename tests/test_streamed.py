@@ -1,0 +1,137 @@
+"""Streamed attention within models: the text of dense mode, and what cannot be streamed is decoded and told."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import kvquant
+from kvquant import KVQuantCache, KVQuantWarning, PrecisionPolicy
+from kvquant.kernels import Sealed
+from tests.models import FAMILIES, feed, generate, prompt, tiny
+
+SMALL = {"block_tokens": 16, "recent_tokens": 16}
+POLICIES = [
+    PrecisionPolicy(name="fp16", default={"key": "fp16", "value": "fp16"}, **SMALL),
+    PrecisionPolicy(name="int4", default={"key": "int4", "value": {"codec": "int4", "rotate": "hadamard"}}, **SMALL),
+    PrecisionPolicy(name="mixed", default={"key": {"codec": "int8", "axis": "token"}, "value": "int3"}, **SMALL),
+]
+LATENT = {"deepseek_v2", "deepseek_v3"}
+
+
+def decoded(cache):
+    """How often something had to be decoded, by layer."""
+    return [layer.segments.decoded for layer in cache._compressed() if layer.segments]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_logits_are_those_of_dense_mode(family, policy):
+    model, ids = tiny(family), prompt(120)
+    dense = feed(model, KVQuantCache.for_model(model, policy), ids, 50, 1, 1, 20, 1)
+    kvquant.enable(model)
+    cache = KVQuantCache.for_model(model, policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KVQuantWarning)
+        streamed = feed(model, cache, ids, 50, 1, 1, 20, 1)
+    assert not any(decoded(cache))
+    limit = 1e-4 if policy.name == "fp16" else 5e-3  # queries and weights are rounded to 16 bits
+    assert (streamed - dense).norm() <= limit * dense.norm()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_a_ragged_batch(policy):
+    model, ids = tiny(), prompt(90, rows=3)
+    mask = torch.ones_like(ids)
+    mask[1, :40], mask[2, :7] = 0, 0
+    ids[mask == 0] = 0
+    kvquant.enable(model)
+    cache = KVQuantCache.for_model(model, policy)
+    text = generate(model, cache, ids, new=40, attention_mask=mask)
+    assert not any(decoded(cache))
+    for row, start in enumerate((0, 40, 7)):
+        alone = generate(model, KVQuantCache.for_model(model, policy), ids[row : row + 1, start:], new=40)
+        assert torch.equal(text[row, 90:], alone[0, 90 - start :])
+
+
+def test_beams_crops_and_copies():
+    model, ids = tiny(), prompt(70)
+    kvquant.enable(model)
+    plain = tiny()
+    for policy in POLICIES:
+        for given in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
+            cache = KVQuantCache.for_model(model, policy)
+            streamed = generate(model, cache, ids, **given)
+            assert torch.equal(streamed, generate(plain, KVQuantCache.for_model(plain, policy), ids, **given))
+            assert not any(decoded(cache))
+        cache = KVQuantCache.for_model(model, policy)
+        feed(model, cache, ids, 40, 30)
+        twin = copy.deepcopy(cache)
+        cache.crop(-25)
+        again = feed(model, cache, ids[:, 45:], 5, 20)
+        assert torch.allclose(again, feed(model, twin_cropped(twin), ids[:, 45:], 25), atol=1e-2)
+
+
+def twin_cropped(cache):
+    cache.crop(-25)
+    return cache
+
+
+def test_what_cannot_be_streamed_is_decoded_and_told_once():
+    model, ids = tiny(), prompt(80)
+    kvquant.enable(model)
+    cache = KVQuantCache.for_model(model, POLICIES[0])
+    feed(model, cache, ids[:, :60], 60)
+    odd = torch.ones(1, 1, 10, 70, dtype=torch.bool).tril(60)
+    odd[..., 3] = False
+    with torch.no_grad(), pytest.warns(KVQuantWarning, match="mask is not the causal one") as caught:
+        hidden = model(input_ids=ids[:, 60:70], attention_mask=odd, cache=cache).logits
+    assert len([one for one in caught if one.category is KVQuantWarning]) == len(cache.layers)
+    assert decoded(cache) == [2] * len(cache.layers)
+    kvquant.disable(model)
+    plain = KVQuantCache.for_model(model, POLICIES[0])
+    feed(model, plain, ids[:, :60], 60)
+    assert torch.allclose(hidden, model(input_ids=ids[:, 60:70], attention_mask=odd, cache=plain).logits, atol=1e-5)
+
+
+def test_gradients_are_those_of_dense_mode():
+    model, ids = tiny(), prompt(60)
+    grads = []
+    for enabled in (True, False):
+        (kvquant.enable if enabled else kvquant.disable)(model)
+        cache = KVQuantCache.for_model(model, POLICIES[0])
+        feed(model, cache, ids[:, :50], 50)
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", KVQuantWarning)
+            model(input_ids=ids[:, 50:], cache=cache).logits.square().sum().backward()
+        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    assert torch.allclose(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_enable_switches_attention_and_disable_brings_it_back():
+    for family in ("llama", "gpt_oss", "deepseek_v3"):
+        model = tiny(family)
+        before = model.config._attn_implementation
+        kvquant.enable(model)
+        assert model.config._attn_implementation.startswith("kvquant")
+        kvquant.enable(model)
+        kvquant.disable(model)
+        assert model.config._attn_implementation == before
+
+
+def test_blocks_are_looked_up_once_between_seals():
+    model, ids = tiny(), prompt(70)
+    kvquant.enable(model)
+    cache = KVQuantCache.for_model(model, POLICIES[1])
+    feed(model, cache, ids, 70)
+    found = []
+    for _ in range(3):
+        feed(model, cache, ids[:, :1], 1)
+        layer = cache.layers[0]
+        found.append([one for one in layer.segments._made[0][1] if isinstance(one, Sealed)])
+    assert found[0]
+    assert all(a is b for one in found[1:] for a, b in zip(one, found[0], strict=True))
