@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedError
 from ..geometry import CACHE_NAMES, decoder_module, takes_cache
@@ -54,11 +52,16 @@ def disable(model: nn.Module) -> None:
 
 def _stream(decoder: Any) -> str:
     """Switch a decoder to attention that takes what is held as it is; what it had before, empty if it can't."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     before = str(decoder.config._attn_implementation)
     if before not in _ATTENTION or not decoder._can_set_attn_implementation():
         return ""
     for kind, name in _ATTENTION.items():
-        ALL_ATTENTION_FUNCTIONS.register(name, partial(attend, _PLAIN[kind]))
+        ALL_ATTENTION_FUNCTIONS.register(
+            name, partial(attend, _eager if kind == "eager" else ALL_ATTENTION_FUNCTIONS[kind])
+        )
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kind])
     decoder.set_attn_implementation(_ATTENTION[before])
     return before if decoder.config._attn_implementation == _ATTENTION[before] else ""
@@ -70,7 +73,6 @@ def _eager(module: Any, *args: Any, **given: Any) -> Any:
 
 
 _ATTENTION = {"sdpa": "kvquant", "eager": "kvquant_eager"}
-_PLAIN = {"sdpa": ALL_ATTENTION_FUNCTIONS["sdpa"], "eager": _eager}
 
 
 def _decoder(model: nn.Module) -> Any:
