@@ -96,7 +96,7 @@ class HistoryMachine(RuleBasedStateMachine):
             given = fresh
             if history.offset:
                 given = fresh + self.offsets(past, past + count)
-            dense = history.append(given, self.calls.take(layer, batch, count))
+            dense = history.append(given, self.calls.take(layer, batch, count)).dense()
             assert torch.equal(dense[:, :, past:], given)  # attended at model precision in its own call
             self.check_dense(history, dense[:, :, :past])
         for index, sequence in enumerate(self.sequences):
@@ -203,7 +203,7 @@ class HistoryMachine(RuleBasedStateMachine):
             assert row.length - row.sealed <= RECENT + BLOCK - 1
             assert row.ends == sorted(set(row.ends))
         for history in self.histories:
-            assert [t.shape[1] for t in history.tails] == [r.length - r.sealed for r in self.rows.rows]
+            assert [tail.tokens.shape[1] for tail in history.tails] == [r.length - r.sealed for r in self.rows.rows]
 
 
 TestHistory = HistoryMachine.TestCase
