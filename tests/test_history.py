@@ -275,7 +275,7 @@ def test_another_batch_or_shape_is_refused(parts):
     with pytest.raises(CacheStateError, match="a batch of 3 rows, but the cache holds 2 rows"):
         calls.take(0, 3, 4)
     with pytest.raises(CacheStateError, match="3 heads × 8 in torch.float32, but the cache holds 2 heads"):
-        history.append(torch.randn(2, 3, 4, DIM), calls.take(0, 2, 4))
+        history.check(torch.randn(2, 3, 4, DIM))
 
 
 def test_slots_are_shared_contiguously_and_reused():
