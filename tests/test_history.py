@@ -303,7 +303,7 @@ def test_any_count_of_tokens_in_any_strides(tokens):
         for fresh in (view, view.clone(memory_format=torch.contiguous_format)):
             rows = Rows(SlotPool(), BLOCK, RECENT)
             history = History(Affine(4, "channel", 8), rows.pool, BLOCK, SINKS)
-            dense = history.append(fresh, Calls(rows).take(0, 2, tokens))
+            dense = history.append(fresh, Calls(rows).take(0, 2, tokens)).dense()
             assert dense.shape == (2, HEADS, tokens, DIM), name
             held.append(history.dense(rows.view()))
         assert torch.equal(*held), name
