@@ -23,6 +23,8 @@ from rich.console import Console
 
 from kvquant import KVQuantError
 
+from .errors import printable
+
 EXIT_OK, EXIT_ROWS, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 app = typer.Typer(
@@ -116,12 +118,17 @@ def ppl(
     ] = None,
     needle: Annotated[bool, typer.Option("--needle", help="Also plant facts in the text and ask for them.")] = False,
     reuse_prefix: Annotated[
-        Path | None, typer.Option(help="Folder in which the exact history is kept for the next sweep over the text.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Folder in which the exact history is kept for the next sweep over the text."
+        ),
     ] = None,
     max_memory: Annotated[
         str, typer.Option(help="Memory to stay below, e.g. 8G: read the text once for every few policies, or refuse.")
     ] = "",
-    out: Annotated[Path | None, typer.Option(help="Folder for rows.json, rows.csv, plot.png and README.md.")] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder for rows.json, rows.csv, plot.png and README.md.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the report in --out, if there is one.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap intervals, and of the needles.")] = 0,
@@ -144,8 +151,8 @@ def ppl(
         rope_scaling=rope_scaling.value if rope_scaling else "",
         needle=needle,
         max_memory=max_memory,
-        reuse_prefix=expanded("--reuse-prefix", reuse_prefix) if reuse_prefix else None,
-        out=expanded("--out", out) if out else None,
+        reuse_prefix=None if reuse_prefix is None else expanded("--reuse-prefix", reuse_prefix),
+        out=None if out is None else expanded("--out", out),
         resume=resume,
         seed=seed,
     )
@@ -191,7 +198,7 @@ def report(
         page = out or default_page(folders)
         prepare_page(page)
         say(f"{len(write_page(page, *render(reports))) - 1} plots beside the page")
-    print(page)
+    print(printable(str(page)))
     return EXIT_OK
 
 
@@ -284,9 +291,16 @@ def _only_our_output() -> Iterator[tuple[Console, Callable[[str], None]]]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         warnings.filterwarnings("always", category=KVQuantWarning)
-        warnings.showwarning = lambda message, *_: print(f"kvquant: warning: {message}", file=sys.stderr)
+        warnings.showwarning = lambda message, *_: print(
+            f"kvquant: warning: {printable(str(message))}", file=sys.stderr
+        )
         console = Console(stderr=True)
-        yield console, partial(console.print, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+        def say(text: str) -> None:
+            for line in text.split("\n"):
+                console.print(printable(line), style="dim", markup=False, highlight=False, soft_wrap=True)
+
+        yield console, say
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -317,5 +331,5 @@ def _given(error: Any, arguments: Sequence[str]) -> str:
 
 def _complain(message: str) -> int:
     """One line on standard error."""
-    print(f"kvquant: {' '.join(message.split())}", file=sys.stderr)
+    print(f"kvquant: {printable(' '.join(message.split()))}", file=sys.stderr)
     return EXIT_USAGE

@@ -11,6 +11,14 @@ class InputError(KVQuantError):
     """Something the user gave can't be used; the message names the place, what was given and what is allowed."""
 
 
+def printable(text: str) -> str:
+    """The text with a blank for each character that controls, rather than shows, something.
+
+    Halves of characters, of which file names may consist, stay.
+    """
+    return "".join(letter if letter.isprintable() or "\ud800" <= letter <= "\udfff" else " " for letter in text)
+
+
 def one_line(error: BaseException) -> str:
     """An exception's message as a line, led by its class if it isn't ours, at most `LONGEST_LINE` characters."""
     text = " ".join(str(error).split())

@@ -232,7 +232,8 @@ class History:
         place = row.sealed % self.block_tokens
         if place:
             tokens = torch.cat((tokens[:, :1].expand(-1, place, -1), tokens), dim=1)
-        blocks = torch.unflatten(tokens, 1, (-1, self.block_tokens)).transpose(0, 1).contiguous()
+        blocks = torch.unflatten(tokens, 1, (-1, self.block_tokens)).transpose(0, 1)
+        blocks = blocks.clone(memory_format=torch.contiguous_format)  # the tail is attended in this call yet
         if sinks and self.sink_tokens < self.block_tokens:
             blocks[0, :, : self.sink_tokens] = blocks[0, :, self.sink_tokens, None]
         return blocks
