@@ -14,9 +14,10 @@ class InputError(KVQuantError):
 def printable(text: str) -> str:
     """The text with a blank for each character that controls, rather than shows, something.
 
-    Halves of characters, of which file names may consist, stay.
+    Halves of characters, of which file names may consist, are written as escapes.
     """
-    return "".join(letter if letter.isprintable() or "\ud800" <= letter <= "\udfff" else " " for letter in text)
+    whole = text.encode(errors="backslashreplace").decode()
+    return "".join(letter if letter.isprintable() else " " for letter in whole)
 
 
 def one_line(error: BaseException) -> str:
