@@ -100,8 +100,8 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     )
     done = _earlier(options, blank) if options.resume and options.out is not None else []
     new = partial(kvquant.KVQuantCache.for_model, loaded.model)
-    cells = frozenset((row.policy, row.context) for row in done)
-    sweep = Sweep(options.model, loaded.model, tokens.ids, policies, new, settings, cells)
+    cells, there = len(policies) * len(contexts), frozenset((row.policy, row.context) for row in done)
+    sweep = Sweep(options.model, loaded.model, tokens.ids, policies, new, settings, there)
     if options.reuse_prefix is not None:
         sweep.prefix = _prefix(options, loaded, identity, tokens, say)
     if limit is not None:
@@ -109,9 +109,9 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     for description in blank.policies.values():
         say(description)
     if done:
-        say(f"{len(done)} of {len(contexts) * len(policies)} rows are done already")
+        say(f"{len(done)} of {cells} rows are done already")
     loaded_memory = resident_memory()
-    kept = _Kept(blank, options.out, [policy.name for policy in policies], len(policies) * len(contexts), list(done))
+    kept = _Kept(blank, options.out, [policy.name for policy in policies], cells, list(done))
     began = time.monotonic()
     probe = _needles(loaded, tokens, policies, new, settings) if options.needle else None
     forwards = sweep.forwards()

@@ -233,7 +233,9 @@ class History:
         if place:
             tokens = torch.cat((tokens[:, :1].expand(-1, place, -1), tokens), dim=1)
         blocks = torch.unflatten(tokens, 1, (-1, self.block_tokens)).transpose(0, 1)
-        blocks = blocks.clone(memory_format=torch.contiguous_format)  # the tail is attended in this call yet
+        blocks = blocks.clone(
+            memory_format=torch.contiguous_format
+        )  # of one head it would be a view, and tails are never written
         if sinks and self.sink_tokens < self.block_tokens:
             blocks[0, :, : self.sink_tokens] = blocks[0, :, self.sink_tokens, None]
         return blocks
