@@ -15,7 +15,6 @@ from functools import partial
 from importlib import metadata
 from itertools import pairwise
 from logging import ERROR, getLogger
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -180,22 +179,25 @@ _REPORT_HELP = """One page, with plots, of what `kvquant ppl --out` wrote; it ne
 
 @app.command(help=_REPORT_HELP)
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders that kvquant ppl --out wrote.")],
+    folders: Annotated[list[str], typer.Argument(metavar="DIR", help="Folders that kvquant ppl --out wrote.")],
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="The page; its plots go beside it as PNG. Default: report.html in DIR, if there is only one."
+            metavar="FILE",
+            help="The page; its plots go beside it as PNG. Default: report.html in DIR, if there is only one.",
         ),
     ] = None,
 ) -> int:
     """See `_REPORT_HELP`."""
+    from .options import expanded
     from .page import render
     from .report import prepare_page, write_page
     from .results import default_page, read_all
 
     with _only_our_output() as (_, say):
-        reports = read_all(folders)
-        page = out or default_page(folders)
+        places = [expanded("DIR", folder) for folder in folders]
+        reports = read_all(places)
+        page = default_page(places) if out is None else expanded("--out", out)
         prepare_page(page)
         say(f"{len(write_page(page, *render(reports))) - 1} plots beside the page")
     print(printable(str(page)))

@@ -22,7 +22,7 @@ def printable(text: str) -> str:
 
 def one_line(error: BaseException) -> str:
     """An exception's message as a line, led by its class if it isn't ours, at most `LONGEST_LINE` characters."""
-    text = " ".join(str(error).split())
+    text = " ".join(printable(str(error)).split())
     if not isinstance(error, KVQuantError):
         name = type(error).__name__
         text = f"{name}: {text}" if text else name

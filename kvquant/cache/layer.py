@@ -233,9 +233,8 @@ class History:
         if place:
             tokens = torch.cat((tokens[:, :1].expand(-1, place, -1), tokens), dim=1)
         blocks = torch.unflatten(tokens, 1, (-1, self.block_tokens)).transpose(0, 1)
-        blocks = blocks.clone(
-            memory_format=torch.contiguous_format
-        )  # of one head it would be a view, and tails are never written
+        # A copy, since of one head it would be a view, and tails are never written.
+        blocks = blocks.clone(memory_format=torch.contiguous_format)
         if sinks and self.sink_tokens < self.block_tokens:
             blocks[0, :, : self.sink_tokens] = blocks[0, :, self.sink_tokens, None]
         return blocks

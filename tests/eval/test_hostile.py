@@ -16,6 +16,7 @@ from transformers import BertConfig, BertLMHeadModel
 
 import kvquant_eval.report
 from kvquant_eval.__main__ import main
+from kvquant_eval.errors import one_line
 from kvquant_eval.needle import summary
 from kvquant_eval.rows import Needle
 
@@ -208,6 +209,22 @@ def test_nothing_is_no_path(
     assert ppl(arguments | {option: ""}) == 2
     assert "'' names nothing" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == before
+
+
+@pytest.mark.parametrize("given", [["report", ""], ["report", "out", "--out", ""]])
+def test_nothing_is_no_report(
+    arguments: dict[str, str], capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
+) -> None:
+    assert ppl(arguments | {"--out": str(tmp_path / "out"), "--contexts": "96"}) == 0
+    monkeypatch.chdir(tmp_path / "out" if given == ["report", ""] else tmp_path)
+    capsys.readouterr()
+    assert main(given) == 2
+    assert "'' names nothing" in capsys.readouterr().err
+    assert not [*tmp_path.rglob("*.html")]
+
+
+def test_reasons_do_not_command_the_terminal() -> None:
+    assert one_line(ValueError("a\x1b[31mb\nc")) == "ValueError: a [31mb c"
 
 
 def test_more_memory_than_there_is(arguments: dict[str, str], capsys: Capture) -> None:
