@@ -15,13 +15,14 @@ from functools import partial
 from importlib import metadata
 from itertools import pairwise
 from logging import ERROR, getLogger
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from kvquant import KVQuantError
+
+from .errors import printable
 
 EXIT_OK, EXIT_ROWS, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -116,12 +117,17 @@ def ppl(
     ] = None,
     needle: Annotated[bool, typer.Option("--needle", help="Also plant facts in the text and ask for them.")] = False,
     reuse_prefix: Annotated[
-        Path | None, typer.Option(help="Folder in which the exact history is kept for the next sweep over the text.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Folder in which the exact history is kept for the next sweep over the text."
+        ),
     ] = None,
     max_memory: Annotated[
         str, typer.Option(help="Memory to stay below, e.g. 8G: read the text once for every few policies, or refuse.")
     ] = "",
-    out: Annotated[Path | None, typer.Option(help="Folder for rows.json, rows.csv, plot.png and README.md.")] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder for rows.json, rows.csv, plot.png and README.md.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the report in --out, if there is one.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap intervals, and of the needles.")] = 0,
@@ -144,8 +150,8 @@ def ppl(
         rope_scaling=rope_scaling.value if rope_scaling else "",
         needle=needle,
         max_memory=max_memory,
-        reuse_prefix=expanded("--reuse-prefix", reuse_prefix) if reuse_prefix else None,
-        out=expanded("--out", out) if out else None,
+        reuse_prefix=None if reuse_prefix is None else expanded("--reuse-prefix", reuse_prefix),
+        out=None if out is None else expanded("--out", out),
         resume=resume,
         seed=seed,
     )
@@ -173,25 +179,28 @@ _REPORT_HELP = """One page, with plots, of what `kvquant ppl --out` wrote; it ne
 
 @app.command(help=_REPORT_HELP)
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders that kvquant ppl --out wrote.")],
+    folders: Annotated[list[str], typer.Argument(metavar="DIR", help="Folders that kvquant ppl --out wrote.")],
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="The page; its plots go beside it as PNG. Default: report.html in DIR, if there is only one."
+            metavar="FILE",
+            help="The page; its plots go beside it as PNG. Default: report.html in DIR, if there is only one.",
         ),
     ] = None,
 ) -> int:
     """See `_REPORT_HELP`."""
+    from .options import expanded
     from .page import render
     from .report import prepare_page, write_page
     from .results import default_page, read_all
 
     with _only_our_output() as (_, say):
-        reports = read_all(folders)
-        page = out or default_page(folders)
+        places = [expanded("DIR", folder) for folder in folders]
+        reports = read_all(places)
+        page = default_page(places) if out is None else expanded("--out", out)
         prepare_page(page)
         say(f"{len(write_page(page, *render(reports))) - 1} plots beside the page")
-    print(page)
+    print(printable(str(page)))
     return EXIT_OK
 
 
@@ -284,9 +293,16 @@ def _only_our_output() -> Iterator[tuple[Console, Callable[[str], None]]]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         warnings.filterwarnings("always", category=KVQuantWarning)
-        warnings.showwarning = lambda message, *_: print(f"kvquant: warning: {message}", file=sys.stderr)
+        warnings.showwarning = lambda message, *_: print(
+            f"kvquant: warning: {printable(str(message))}", file=sys.stderr
+        )
         console = Console(stderr=True)
-        yield console, partial(console.print, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+        def say(text: str) -> None:
+            for line in text.split("\n"):
+                console.print(printable(line), style="dim", markup=False, highlight=False, soft_wrap=True)
+
+        yield console, say
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -317,5 +333,5 @@ def _given(error: Any, arguments: Sequence[str]) -> str:
 
 def _complain(message: str) -> int:
     """One line on standard error."""
-    print(f"kvquant: {' '.join(message.split())}", file=sys.stderr)
+    print(f"kvquant: {printable(' '.join(message.split()))}", file=sys.stderr)
     return EXIT_USAGE

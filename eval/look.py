@@ -13,6 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
+from .errors import printable
+
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = "osD^vPX<>*h"  # as many as do not share a divisor with the colours
 _LINES = ("-", "--", ":", "-.")
@@ -34,11 +36,6 @@ def style(index: int) -> dict[str, Any]:
 def drawable(value: float | None) -> TypeGuard[float]:
     """Whether there is a number that an axis can show: a broken policy's perplexity may be as large as floats go."""
     return value is not None and abs(value) < _LARGEST
-
-
-def printable(text: str) -> str:
-    """The text with a blank for each character that controls, rather than shows, something."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def shortened(name: str, longest: int) -> str:

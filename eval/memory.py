@@ -22,16 +22,17 @@ from .walk import EXACT_CHUNK
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE | re.ASCII)
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_MOST = 2.0**60  # bytes that anybody may have
 _SLICES = 64 << 20  # float64 work of the scores, and what libraries allocate by and by
 
 
 def parse_size(text: str) -> int:
     """Bytes; ``4G`` is 4 · 2³⁰. Raises `InputError`."""
     match = _SIZE.fullmatch(text.strip())
-    size = int(float(match[1]) * 2 ** _UNITS[match[2].lower()]) if match else 0
-    if size < 1:
+    size = float(match[1]) * 2.0 ** _UNITS[match[2].lower()] if match else 0.0
+    if not 1 <= size < _MOST:
         raise InputError(f"--max-memory: {text!r} is not an amount of memory; allowed: bytes, or with K, M, G, T")
-    return size
+    return int(size)
 
 
 @dataclass(frozen=True)

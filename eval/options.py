@@ -46,7 +46,9 @@ def parse_tokens(option: str, text: str, more: str = "") -> int:
 
 
 def expanded(option: str, path: str | Path) -> Path:
-    """A path with its ``~`` filled in. Raises `InputError` for the home of somebody who is not there."""
+    """A path with its ``~`` filled in. Raises `InputError` for the home of nobody, and for nothing."""
+    if not str(path).strip():
+        raise InputError(f"{option}: '' names nothing; allowed: a path")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .curves import kl_plot, needle_plot, policies, position_plot, ppl_plot
-from .look import printable, shortened
+from .errors import printable
+from .look import shortened
 from .options import format_context
 from .plot import fidelity_plot
 from .report import GENERATOR, Report
@@ -153,6 +154,11 @@ def _section(one: Group, drawn: Mapping[str, tuple[bytes, str]], reports: Sequen
         f'<p class="soft">Text: {_marked(text) or _NOT_RECORDED}.<br>Measured: {_text(one.protocol)}, '
         f"{_text(one.dtype)}.<br>Date: {dates}.<br>From: {_text(', '.join(one.folders))}.</p>",
         f'<p class="warn">{len(bad)} of {len(one.rows)} rows failed or were skipped.</p>' if bad else "",
+        *(
+            f'<p class="warn">{_text(report.facts["unfinished"])} of {_text(folder)}: the sweep was not finished.</p>'
+            for folder, report in zip(one.folders, reports, strict=True)
+            if "unfinished" in report.facts
+        ),
         _rows(one.rows),
         '<p class="soft">KL in nats per token from the uncompressed cache, on the same tokens. Of needles, the '
         "uncompressed cache's own number is in brackets.</p>"

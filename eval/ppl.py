@@ -100,8 +100,8 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     )
     done = _earlier(options, blank) if options.resume and options.out is not None else []
     new = partial(kvquant.KVQuantCache.for_model, loaded.model)
-    cells = frozenset((row.policy, row.context) for row in done)
-    sweep = Sweep(options.model, loaded.model, tokens.ids, policies, new, settings, cells)
+    cells, there = len(policies) * len(contexts), frozenset((row.policy, row.context) for row in done)
+    sweep = Sweep(options.model, loaded.model, tokens.ids, policies, new, settings, there)
     if options.reuse_prefix is not None:
         sweep.prefix = _prefix(options, loaded, identity, tokens, say)
     if limit is not None:
@@ -109,9 +109,9 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     for description in blank.policies.values():
         say(description)
     if done:
-        say(f"{len(done)} of {len(contexts) * len(policies)} rows are done already")
+        say(f"{len(done)} of {cells} rows are done already")
     loaded_memory = resident_memory()
-    kept = _Kept(blank, options.out, [policy.name for policy in policies], list(done))
+    kept = _Kept(blank, options.out, [policy.name for policy in policies], cells, list(done))
     began = time.monotonic()
     probe = _needles(loaded, tokens, policies, new, settings) if options.needle else None
     forwards = sweep.forwards()
@@ -120,7 +120,7 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     with progress(title, forwards) if forwards else nullcontext(_no_tick) as tick:
         for row in sweep.rows(tick):
             kept.add(row)
-    spent = _spent(sweep.terms, time.monotonic() - began)
+    spent = _spent(sweep.terms, time.monotonic() - began, resumed=bool(done))
     if probe is not None:
         began = time.monotonic()
         for row in probe(kept.result().rows, progress):
@@ -139,6 +139,7 @@ class _Kept:
     blank: report.Report
     folder: Path | None
     policies: list[str]
+    cells: int
     rows: list[Row]
     written: float = field(default_factory=time.monotonic)
 
@@ -153,7 +154,9 @@ class _Kept:
     def result(self) -> report.Report:
         """All rows, by context, then policy."""
         rows = sorted(self.rows, key=lambda row: (row.context, self.policies.index(row.policy)))
-        return replace(self.blank, rows=rows)
+        missing = self.cells - len(rows)
+        unfinished = {"unfinished": f"{missing} of {self.cells} rows are missing"} if missing else {}
+        return replace(self.blank, rows=rows, facts={**self.blank.facts, **unfinished})
 
     def finish(self, spent: Mapping[str, str]) -> report.Report:
         """The same with what it took, written."""
@@ -181,6 +184,8 @@ def _earlier(options: Options, now: report.Report) -> list[Row]:
             raise InputError(f"--resume: {options.out} is of another sweep: {name}: {was!r} there, {fact!r} now")
     if before.policies != now.policies:
         raise InputError(f"--resume: {options.out} is of another sweep: its policies are others")
+    if not options.needle and any(row.by_depth for row in before.rows):
+        raise InputError(f"--resume: {options.out} is of a sweep with needles; allowed: the same with --needle")
     return [row for row in before.rows if row.status == "ok"]
 
 
@@ -286,8 +291,8 @@ def tokens_of(loaded: LoadedModel, text: Text, contexts: Sequence[int]) -> Token
     return tokens
 
 
-def _spent(terms: Terms, seconds: float) -> dict[str, str]:
-    """Where a sweep's time went, and how much more it was than what could not be spared."""
+def _spent(terms: Terms, seconds: float, resumed: bool) -> dict[str, str]:
+    """Where a sweep's time went, its last run's if it was resumed, and how much more than could not be spared."""
     parts = {
         "uncompressed model": terms.exact,
         "compressing prefixes": terms.compression,
@@ -297,7 +302,8 @@ def _spent(terms: Terms, seconds: float) -> dict[str, str]:
     needed = sum(parts.values())
     ratio = f", {seconds / needed:.2f} × their sum" if needed else ""
     words = ", ".join(f"{name} {part:.1f} s" for name, part in parts.items() if part)
-    return {"time": f"{words}; all {seconds:.1f} s{ratio} (noise floor {terms.floor:.1f} s)"}
+    told = f"all {seconds:.1f} s{ratio} (noise floor {terms.floor:.1f} s)"
+    return {"time": ("since it was resumed: " if resumed else "") + (f"{words}; {told}" if words else told)}
 
 
 def _stretch(config: Any, options: Options, contexts: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import pandas as pd
 
 from . import environment
-from .errors import InputError
+from .errors import InputError, printable
 from .options import format_context, make_writable
 from .plot import fidelity_plot
 from .rows import COLUMNS, Row
@@ -211,7 +211,7 @@ def _readme(report: Report, with_plot: bool) -> str:
         "# Perplexity sweep",
         "",
         "```sh",
-        report.command,
+        printable(report.command),
         "```",
         "",
         *(["![KL against bytes of the KV cache](plot.png)", ""] if with_plot else []),
@@ -226,7 +226,7 @@ def _readme(report: Report, with_plot: bool) -> str:
         f"- versions: {versions}",
         f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
         f"{machine['torch_threads']} torch threads, {machine['os']}",
-        *(f"- {name}: {html.escape(value, quote=False)}" for name, value in report.facts.items()),
+        *(f"- {name}: {html.escape(printable(value), quote=False)}" for name, value in report.facts.items()),
         "",
         "## Policies, layer by layer",
         "",
@@ -249,4 +249,4 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    return html.escape(text, quote=False).replace("|", "\\|")
+    return html.escape(printable(text), quote=False).replace("|", "\\|")

@@ -18,6 +18,7 @@ from .rows import Row
 # What folders of earlier releases lack. Without these a `Report` would tell of this process instead.
 _NOT_RECORDED: dict[str, Any] = {"date": "", "versions": {}, "machine": {}, "facts": {}, "policies": {}}
 _LONGEST_CONTEXT = 10**18  # tokens
+_LEAST = 1e30  # nats: float32 gives no more
 _COMMAND = ["kvquant", "ppl"]
 _REPORTS = TypeAdapter(list[Report], config=ConfigDict(allow_inf_nan=False))  # a list, because it takes a config
 
@@ -60,6 +61,10 @@ def _nonsense(row: Row) -> str:
         return "by_position: not between 0 and the context"
     if any(not 0 <= needle.depth <= 1 for needle in row.by_depth):
         return "by_depth: not a share of the context"
+    if any(
+        not -_LEAST <= told <= 1e-3 for needle in row.by_depth for told in (needle.logprob, needle.logprob_baseline)
+    ):
+        return "by_depth: not the log of a probability"
     return ""
 
 

@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in the Makefile; read 
 import pytest
 import torch
 
+from tests.models import tiny
+
 
 @pytest.fixture(autouse=True)
 def seeded():
@@ -22,3 +24,8 @@ def deterministic_torch():
     torch.set_num_threads(1)  # tiny models: waking a second thread costs more than it does
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def llama():
+    return tiny("llama")

@@ -9,7 +9,10 @@ import transformers as tf
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from kvquant import PrecisionPolicy
+
 VOCAB = 97
+SMALL = {"block_tokens": 16, "recent_tokens": 16, "sink_tokens": 4}
 
 COMMON = {
     "vocab_size": VOCAB,
@@ -38,6 +41,11 @@ _LATENT = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 24,
 }
+
+
+def small(key="int4", value="int4", **settings):
+    """A policy whose blocks are small enough for tiny models to fill."""
+    return PrecisionPolicy(name="small", default={"key": key, "value": value}, **{**SMALL, **settings})
 
 
 def _config(kind: str, **settings: object) -> Callable[[], tf.PreTrainedConfig]:

@@ -340,3 +340,15 @@ def test_threads_that_share_an_arena_keep_what_they_wrote():
         for slot, value in part.items():
             (run,) = pool.runs([slot])
             assert (arena.read(run)["x"] == value).all()
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_sinks_set_aside_are_still_seen_by_the_call_that_seals_them(heads):
+    """With one head, blocks cut from a tail are views of it unless copied."""
+    rows = Rows(SlotPool(), BLOCK, RECENT)
+    calls, history = Calls(rows), History(Affine(4, "channel", 8), rows.pool, BLOCK, SINKS)
+    x = torch.randn(1, heads, 5 + 40, DIM)
+    history.append(x[:, :, :5], calls.take(0, 1, 5))
+    seen = history.append(x[:, :, 5:], calls.take(0, 1, 40)).dense()
+    assert rows.rows[0].sealed
+    assert torch.equal(seen, x)

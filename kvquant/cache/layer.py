@@ -234,6 +234,7 @@ class History:
             tokens = torch.cat((tokens[:, :1].expand(-1, place, -1), tokens), dim=1)
         blocks = torch.unflatten(tokens, 1, (-1, self.block_tokens)).transpose(0, 1)
         if sinks and self.sink_tokens < self.block_tokens:
+            # A copy, since of one head it would be a view of tokens that are still to be attended to.
             blocks = blocks.clone(memory_format=torch.contiguous_format)
             blocks[0, :, : self.sink_tokens] = blocks[0, :, self.sink_tokens, None]
         return blocks

@@ -16,6 +16,7 @@ from transformers import BertConfig, BertLMHeadModel
 
 import kvquant_eval.report
 from kvquant_eval.__main__ import main
+from kvquant_eval.errors import one_line
 from kvquant_eval.needle import summary
 from kvquant_eval.rows import Needle
 
@@ -151,6 +152,86 @@ def test_rows_are_kept_when_only_needles_are_missing(
     assert before == after
 
 
+def test_needles_are_not_resumed_by_a_command_that_asks_for_none(
+    arguments: dict[str, str], capsys: Capture, tmp_path: Path
+) -> None:
+    given = arguments | {"--out": str(tmp_path / "out")}
+    assert ppl(given) == 0
+    path = tmp_path / "out" / "rows.json"
+    document = json.loads(path.read_text())
+    told = {"logprob": -1.0, "logprob_baseline": -1.0, "exact": 1.0, "exact_baseline": 1.0}
+    document["rows"][0]["by_depth"] = [{"depth": 0.5} | told]
+    path.write_text(json.dumps(document))
+    capsys.readouterr()
+    assert ppl(given, "--resume") == 2
+    assert "allowed: the same with --needle" in capsys.readouterr().err
+
+
+def test_an_unfinished_report_says_so(arguments: dict[str, str], capsys: Capture, tmp_path: Path) -> None:
+    out, written = tmp_path / "out", kvquant_eval.report.write
+
+    def once(folder: Path, report: Any) -> None:
+        written(folder, report)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvquant_eval.report, "write", once)
+        assert ppl(arguments | {"--out": str(out)}) == 130
+    assert len(rows_of(out)) == 2
+    assert main(["report", str(out)]) == 0
+    assert "2 of 4 rows are missing of out: the sweep was not finished" in (out / "report.html").read_text()
+    assert ppl(arguments | {"--out": str(out)}, "--resume") == 0
+    document = json.loads((out / "rows.json").read_text())
+    assert "unfinished" not in document["facts"]
+    assert document["facts"]["time"].startswith("since it was resumed: ")
+
+
+@pytest.mark.parametrize("option", ["--text", "--model", "--out", "--policies", "--reuse-prefix"])
+def test_names_do_not_command_the_terminal(
+    arguments: dict[str, str], capsys: Capture, tmp_path: Path, option: str
+) -> None:
+    name = str(tmp_path / "na\x1b[31mme\x1b]0;x\a\nb")
+    if option == "--text":
+        Path(name).write_text(Path(arguments["--text"]).read_text())
+    ppl(arguments | {"--contexts": "96", "--out": str(tmp_path / "out"), option: name})
+    said = capsys.readouterr()
+    assert not {"\x1b", "\a"} & {*said.out, *said.err}
+    if option == "--text":
+        assert not {"\x1b", "\a"} & {*(tmp_path / "out" / "README.md").read_text()}
+
+
+@pytest.mark.parametrize("option", ["--model", "--out", "--reuse-prefix"])
+def test_nothing_is_no_path(
+    arguments: dict[str, str], capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = [*tmp_path.iterdir()]
+    assert ppl(arguments | {option: ""}) == 2
+    assert "'' names nothing" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == before
+
+
+@pytest.mark.parametrize("given", [["report", ""], ["report", "out", "--out", ""]])
+def test_nothing_is_no_report(
+    arguments: dict[str, str], capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
+) -> None:
+    assert ppl(arguments | {"--out": str(tmp_path / "out"), "--contexts": "96"}) == 0
+    monkeypatch.chdir(tmp_path / "out" if given == ["report", ""] else tmp_path)
+    capsys.readouterr()
+    assert main(given) == 2
+    assert "'' names nothing" in capsys.readouterr().err
+    assert not [*tmp_path.rglob("*.html")]
+
+
+def test_reasons_do_not_command_the_terminal() -> None:
+    assert one_line(ValueError("a\x1b[31mb\nc")) == "ValueError: a [31mb c"
+
+
+def test_more_memory_than_there_is(arguments: dict[str, str], capsys: Capture) -> None:
+    assert ppl(arguments | {"--max-memory": "9" * 400 + "G"}) == 2
+    assert "is not an amount of memory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("kind", "name"), [("versions", "torch"), ("versions", "commit"), ("machine", "cpu")])
 def test_rows_of_other_makers_are_not_mixed(
     arguments: dict[str, str], capsys: Capture, tmp_path: Path, kind: str, name: str
@@ -184,6 +265,8 @@ def test_rows_of_a_changed_model_are_not_mixed(arguments: dict[str, str], capsys
         ({"first": 10**9}, "by_position: not between 0 and the context"),
         ({"stop": 10**400}, "by_position: not between 0 and the context"),
         ({"first": -1}, "by_position"),
+        ({"logprob": -1e308}, "by_depth: not the log of a probability"),
+        ({"logprob_baseline": 1e308}, "by_depth: not the log of a probability"),
         ({"protocol": r"$\frac{1}$"}, ""),
         ({"dtype": r"$\frac{1}$"}, ""),
     ],
@@ -195,7 +278,12 @@ def test_pages_of_nonsense(
     assert ppl(arguments | {"--out": str(out), "--contexts": "96"}) == 0
     document = json.loads((out / "rows.json").read_text())
     for row in document["rows"]:
-        (row["by_position"][0] if {"first", "stop"} & {*change} else row).update(change)
+        told = {"logprob": -1.0, "logprob_baseline": -1.0, "exact": 1.0, "exact_baseline": 1.0}
+        row["by_depth"] = [{"depth": 0.5} | told]
+        places = {"first": row["by_position"][0], "stop": row["by_position"][0]} | dict.fromkeys(
+            told, row["by_depth"][0]
+        )
+        places.get(next(iter(change)), row).update(change)
     (out / "rows.json").write_text(json.dumps(document))
     capsys.readouterr()
     assert main(["report", str(out)]) == (2 if complaint else 0)
