@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvquant import get_codec
 from kvquant.attention import reference
 from kvquant.kernels import Dense, Sealed, gpu
-from kvquant.testing import relative_rms
+from kvquant.testing import assert_same_fields, relative_rms
 
 pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,7 +75,85 @@ def test_attention(problem):
     check(problem, 1e-4)
 
 
+@settings(deadline=None, max_examples=20)
+@given(problems())
+def test_attention_by_tensor_cores(problem):
+    """As a GPU multiplies: by pairs of bfloat16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "_in_halves", lambda query: True)
+        check(problem, 1e-4)
+
+
 @settings(deadline=None, max_examples=8)
 @given(problems(lengths=(20, 60)))
 def test_attention_of_many_queries(problem):
     check(problem, 1e-4)
+
+
+@st.composite
+def blocks(draw, kinds):
+    """A codec and blocks for it."""
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    tokens, dim = draw(st.sampled_from([8, 32, 48, 64, 72])), draw(st.sampled_from([8, 15, 64, 80, 96, 128]))
+    codec = draw(codecs(draw(st.sampled_from(["key", "value"])), tokens, kinds))
+    x = torch.randn(draw(st.integers(1, 3)), draw(st.integers(1, 2)), tokens, dim, device=DEVICE)
+    x = x * draw(st.sampled_from([1.0, 1e-6, 30.0])) + draw(st.sampled_from([0.0, 3.0]))
+    x[..., :2, :] = draw(st.sampled_from([0.0, 1.0])) * x[..., :2, :]
+    x = x.to(draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])))
+    return codec, x.transpose(1, 2).contiguous().transpose(1, 2) if draw(st.booleans()) else x
+
+
+@settings(deadline=None, max_examples=40)
+@given(blocks((8, 4, 2)), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+def test_decoding(given_, dtype):
+    codec, x = given_
+    fields, dim = codec.encode(x), x.shape[3]
+    assert gpu.decodes(codec, fields)
+    decoded, expected = gpu.decode(codec, fields, dim, dtype), codec.decode(fields, dim, dtype)
+    assert decoded.dtype == dtype
+    assert decoded.shape == expected.shape
+    # Interpreted, what goes into bfloat16 is cut, not rounded.
+    assert relative_rms(decoded, expected) <= {torch.float32: 1e-6, torch.float16: 1e-4, torch.bfloat16: 2**-7}[dtype]
+
+
+@settings(deadline=None, max_examples=60)
+@given(blocks((8, 4)))
+def test_encoding(given_):
+    codec, x = given_
+    if not gpu.encodes(codec, x):
+        return
+    fields, expected = gpu.encode(codec, x), codec.encode(x)
+    for name, field in expected.items():
+        assert fields[name].dtype == field.dtype
+        assert fields[name].shape == field.shape
+    decoded, wanted = (codec.decode(each, x.shape[3], torch.float32) for each in (fields, expected))
+    if codec.rotate == "none":
+        scale, span = expected["scale"].float(), (x.shape[2] // expected["scale"].shape[2], expected["scale"].shape[3])
+        step = scale.repeat_interleave(span[0], 2).repeat_interleave(x.shape[3] // span[1], 3)
+        assert ((decoded - wanted).abs() <= 1.001 * step + 1e-6).all()
+    error, least = ((each - x.float()).square().mean().sqrt() for each in (decoded, wanted))
+    assert error <= 1.01 * least + 1e-7
+    if DEVICE == "cpu":  # a GPU fuses multiplications with additions
+        assert (fields["codes"] != expected["codes"]).float().mean() <= 1e-3
+
+
+def test_encoding_of_what_float16_cannot_hold():
+    x = torch.randn(2, 2, 32, 64, device=DEVICE)
+    x[1] *= 1e6
+    for name in ("int4/channel/g32/none", "int8/token/g64/hadamard"):
+        codec = get_codec(name, "key", 32)
+        assert_same_fields(gpu.encode(codec, x), codec.encode(x))
+
+
+def test_encoding_of_constants():
+    for constant in (0.0, -0.0, 100.0, 1e-7, -3.5):
+        x = torch.full((1, 2, 32, 64), constant, device=DEVICE)
+        for name in ("int4/channel/g32/none", "int4/token/g64/none", "int8/channel/g16/none", "int8/token/g16/none"):
+            codec = get_codec(name, "key", 32)
+            assert_same_fields(gpu.encode(codec, x), codec.encode(x))
+
+
+def test_no_blocks():
+    codec = get_codec("int4/channel/g32/none", "key", 32)
+    fields = gpu.encode(codec, torch.randn(0, 2, 32, 64, device=DEVICE))
+    assert gpu.decode(codec, fields, 64, torch.float16).shape == (0, 2, 32, 64)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from . import eager, native, wide
+from . import eager, gpu, native, wide
 from .segments import Dense, Sealed, Segment
 
 __all__ = ["Dense", "Sealed", "Segment", "attend"]
@@ -16,7 +16,9 @@ def attend(
     query: Tensor, segments: Sequence[Segment], dim: int, *, scale: float, softcap: float = 0.0, news: int = 1
 ) -> tuple[Tensor, Tensor]:
     """See `eager.attend`, to which the compiled kernels are held."""
-    if wide.serves(query, segments, dim, softcap):
+    if query.is_cuda:
+        chosen = gpu.attend if gpu.serves(query, segments) else eager.attend
+    elif wide.serves(query, segments, dim, softcap):
         chosen = wide.attend
     else:
         chosen = native.attend if native.serves(query, segments) else eager.attend

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from ..codecs import Codec, Fields
 from ..codecs.affine import Affine
+from ..codecs.base import to_dtype
 from ..codecs.packing import packed_width
-from ..codecs.rotation import hadamard
+from ..codecs.rotation import hadamard, unrotate
 from . import eager
 from .segments import Sealed, Segment
 
@@ -29,6 +31,10 @@ TOKENS = 64  # of a tile, at most
 MAX_PIECES = 4  # that the attention kernel has names for
 PROGRAMS = 4  # of a multiprocessor: tokens are split until there are so many
 
+ENCODED = 4096  # values of a tile that is encoded, about: they stay in registers
+MAX_GROUP = 1024  # of those
+
+_OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
 _PER_TOKEN, _PER_CHANNEL, _EACH = range(3)  # as in the kernels
 
 
@@ -61,7 +67,8 @@ def attend(
     query: Tensor, segments: Sequence[Segment], dim: int, *, scale: float, softcap: float = 0.0, news: int = 1
 ) -> tuple[Tensor, Tensor]:
     """See `eager.attend`."""
-    plain, rotated = [], []
+    plain: list[tuple[Tensor, Tensor]] = []
+    rotated: list[tuple[Tensor, Tensor]] = []
     rest = [segment for segment in segments if not _served(segment)]
     if rest:
         plain.append(eager.attend(query, rest, dim, scale=scale, softcap=softcap, news=news))
@@ -82,12 +89,129 @@ def attend(
     return plain[0] if len(plain) == 1 else eager.merge(plain)
 
 
+def decode(codec: Affine, fields: Fields, dim: int, dtype: torch.dtype) -> Tensor:
+    """As `Affine.decode`, for the codecs of `decodes`: n blocks ``[n, heads, tokens, dim]`` of ``dtype``."""
+    from .triton_codecs import decode_kernel
+
+    codes, scale, zero = _laid_out(fields)
+    blocks, heads, size, width = codes.shape
+    turns = _rotates(codec)
+    output = torch.empty((blocks, heads, size, dim), dtype=torch.float32 if turns else dtype, device=codes.device)
+    if not output.numel():
+        return output.to(dtype)
+    side = _side(codec, dim)
+    lanes = _power(width)
+    rows = max(1, 4096 // lanes)
+    with _on(codes):
+        decode_kernel[blocks * heads, -(-size // rows)](
+            codes,
+            scale,
+            zero,
+            output,
+            heads,
+            *codes.stride()[:3],
+            *scale.stride()[:3],
+            size,
+            dim,
+            codec.bits,
+            width,
+            side.span,
+            side.group,
+            rows,
+            lanes,
+            output.dtype == torch.float16,
+            **_OPTIONS,
+        )
+    return to_dtype(unrotate(output), dtype) if turns else output
+
+
+def encode(codec: Affine, blocks: Tensor) -> Fields:
+    """As `Affine.encode`, for the codecs of `encodes`.
+
+    Parameters that float16 cannot hold are the codec's own to encode; asking whether there are any waits for the GPU.
+    """
+    from .triton_codecs import encode_kernel
+
+    if not blocks.numel():
+        return codec.encode(blocks)
+    x = hadamard(blocks.float()) if _rotates(codec) else blocks
+    x = x if x.stride(3) == 1 else x.contiguous()
+    n, heads, size, dim = x.shape
+    fields = {
+        name: torch.empty((n, *shape), dtype=dtype, device=x.device)
+        for name, (shape, dtype) in codec.layout(heads, size, dim, x.dtype).items()
+    }
+    beyond = torch.zeros(1, dtype=torch.int32, device=x.device)
+    width, parts, top = packed_width(dim, codec.bits), 8 // codec.bits, (1 << codec.bits) - 1
+    if codec.axis == "channel":
+        count, shared = codec.group, False
+        rows, padded = count, 1 << (count - 1).bit_length()
+        columns = min(64, _power(width), max(16, ENCODED // (parts * padded)))
+        lanes = columns
+    else:
+        count = codec.channel_group(dim)
+        shared = count == dim
+        columns = width if shared else count
+        lanes = _power(columns)
+        rows = padded = max(1, ENCODED // (parts * lanes))
+    with _on(x):
+        encode_kernel[n * heads, -(-size // rows), -(-width // columns)](
+            x,
+            fields["codes"],
+            fields["scale"],
+            fields["zero"],
+            beyond,
+            heads,
+            *x.stride()[:3],
+            size,
+            dim,
+            codec.bits,
+            width,
+            rows,
+            padded,
+            columns,
+            lanes,
+            count,
+            1 << max(0, 24 - (3 * top * top * count).bit_length()),
+            1 if codec.axis == "channel" else 2,
+            shared,
+            **_OPTIONS,
+        )
+    return codec.encode(blocks) if beyond.item() else fields
+
+
+def encodes(codec: Codec, blocks: Tensor) -> bool:
+    """Whether `encode` can do these: groups of one token must not straddle the parts that share bytes."""
+    if not isinstance(codec, Affine) or codec.bits not in (8, 4) or codec.group > MAX_GROUP or not _runs_on(blocks):
+        return False
+    if codec.axis == "channel":
+        return blocks.shape[2] % codec.group == 0
+    dim = blocks.shape[3]
+    group, width = codec.channel_group(dim), packed_width(dim, codec.bits)
+    return group == dim or (width * 8 // codec.bits == dim and width % group == 0)
+
+
+def decodes(codec: Codec, fields: Fields) -> bool:
+    """Whether `decode` can do these."""
+    return isinstance(codec, Affine) and codec.bits in BITS and _runs_on(fields["codes"])
+
+
 def _runs_on(x: Tensor) -> bool:
     return installed() and (x.is_cuda or (x.device.type == "cpu" and _interpreted()))
 
 
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _in_halves(query: Tensor) -> bool:
+    """Whether to multiply by tensor cores."""
+    return query.is_cuda
+
+
+def _on(x: Tensor) -> AbstractContextManager[object]:
+    """Kernels start on the current GPU, which must be that of their tensors."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _served(segment: Segment) -> bool:
@@ -125,32 +249,32 @@ def _attend(query: Tensor, part: Sealed, scale: float, softcap: float) -> tuple[
     logs = query.new_empty((splits, heads, queries))
     keys, values = _laid_out(part.keys), _laid_out(part.values)
     extra = query if part.extra is None else part.extra.float().contiguous()
-    attend_kernel[splits, heads, -(-queries // rows)](
-        query,
-        *keys,
-        *values,
-        extra,
-        output,
-        logs,
-        scale,
-        softcap,
-        part.first,
-        part.stop,
-        start,
-        stop,
-        each,
-        queries,
-        *(stride for fields in (keys, values) for field in fields[:2] for stride in field.stride()[:3]),
-        *(tuple(side) for side in sides),
-        size,
-        rows,
-        tokens,
-        part.extra is not None,
-        softcap != 0,
-        not _interpreted(),
-        num_warps=4,
-        num_stages=2,
-    )
+    with _on(query):
+        attend_kernel[splits, heads, -(-queries // rows)](
+            query,
+            *keys,
+            *values,
+            extra,
+            output,
+            logs,
+            scale,
+            softcap,
+            part.first,
+            part.stop,
+            start,
+            stop,
+            each,
+            queries,
+            *(stride for fields in (keys, values) for field in fields[:2] for stride in field.stride()[:3]),
+            *(tuple(side) for side in sides),
+            size,
+            rows,
+            tokens,
+            part.extra is not None,
+            softcap != 0,
+            _in_halves(query),
+            **_OPTIONS,
+        )
     if splits == 1:
         return output[0], logs[0]
     total = logs.logsumexp(dim=0)

@@ -1,18 +1,16 @@
-"""Triton kernels of attention over affine codes, and of decoding them (called by ``gpu.py``).
+"""Triton kernels of attention over affine codes (called by ``gpu.py``).
 
 Attention is FlashAttention-2 (Dao, 2023) with the tokens split over programs (Flash-Decoding), on codes as KIVI (Liu
 et al., 2024) leaves them. A tile of bytes is read as it lies and its channels come in pieces: piece i is channels
 ``i · WIDTH …``, of one bit position and, where there are groups of channels, of one group. So codes are multiplied as
 they are, counted from the middle one, and scales go into the query, the weights or the result (as in ``eager.py``).
 
-A side's compile-time numbers are a tuple (`gpu.Side`): ``DIM`` channels of ``BITS`` bits in ``BYTES`` bytes a token; ``PIECES`` of
-``WIDTH`` channels, padded to ``LANES``; the parameters of (token, channel) lie at (token // ``SPAN``, channel //
-``GROUP``); ``MODE`` is where they go.
+A side's compile-time numbers are a tuple (`gpu.Side`): ``DIM`` channels of ``BITS`` bits in ``BYTES`` bytes a token;
+``PIECES`` of ``WIDTH`` channels, padded to ``LANES``; the parameters of (token, channel) lie at (token // ``SPAN``,
+channel // ``GROUP``); ``MODE`` is where they go.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -23,7 +21,7 @@ EACH = tl.constexpr(2)  # neither: values are decoded one by one
 
 
 @triton.jit
-def _product(left: Any, right: Any, EXACT: tl.constexpr, HALVES: tl.constexpr) -> Any:
+def _product(left: tl.tensor, right: tl.tensor, EXACT: tl.constexpr, HALVES: tl.constexpr) -> tl.tensor:
     """``left @ right`` of float32. ``HALVES``: by tensor cores, each factor as the sum of two bfloat16.
 
     ``EXACT`` says that ``right`` is codes, which bfloat16 holds.
@@ -43,12 +41,12 @@ def _product(left: Any, right: Any, EXACT: tl.constexpr, HALVES: tl.constexpr) -
 
 @triton.jit
 def _codes(
-    codes: Any,
-    rows: Any,
-    counted: Any,
+    codes: tl.tensor,
+    rows: tl.tensor,
+    counted: tl.tensor,
     PIECE: tl.constexpr,
     SIDE: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Codes of a piece of the tokens at offsets ``rows``, counted from the middle one, float32 ``[tokens, LANES]``."""
     DIM: tl.constexpr = SIDE[0]
     BITS: tl.constexpr = SIDE[1]
@@ -64,7 +62,9 @@ def _codes(
 
 
 @triton.jit
-def _parameters(scales: Any, zeros: Any, places: Any, inside: Any, BITS: tl.constexpr) -> Any:
+def _parameters(
+    scales: tl.tensor, zeros: tl.tensor, places: tl.tensor, inside: tl.tensor, BITS: tl.constexpr
+) -> tl.tensor:
     """Scale, and what the middle code stands for, at ``places``."""
     scale = tl.load(scales + places, mask=inside, other=0.0).to(tl.float32)
     zero = tl.load(zeros + places, mask=inside, other=0.0).to(tl.float32)
@@ -73,19 +73,20 @@ def _parameters(scales: Any, zeros: Any, places: Any, inside: Any, BITS: tl.cons
 
 @triton.jit
 def _score(
-    scores: Any,
-    query: Any,
-    codes: Any,
-    scales: Any,
-    zeros: Any,
-    row: Any,
-    param_row: Any,
-    tokens: Any,
-    counted: Any,
+    scores: tl.tensor,
+    query: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    row: tl.tensor,
+    param_row: tl.tensor,
+    begin: tl.tensor,
+    tokens: tl.tensor,
+    counted: tl.tensor,
     PIECE: tl.constexpr,
     SIDE: tl.constexpr,
     HALVES: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """``scores`` and the products of a piece of the query ``[queries, LANES]`` with that of the keys."""
     DIM: tl.constexpr = SIDE[0]
     BITS: tl.constexpr = SIDE[1]
@@ -103,7 +104,7 @@ def _score(
         products = _product(query, tl.trans(keys), True, HALVES) * scale[None, :]
         scores += products + tl.sum(query, 1)[:, None] * middle[None, :]
     elif MODE == PER_CHANNEL:
-        at = tl.min(tokens, 0) // SPAN * param_row
+        at = begin // SPAN * param_row
         scale, middle = _parameters(scales, zeros, at + channel, inside, BITS)
         products = _product(query * scale[None, :], tl.trans(keys), True, HALVES)
         scores += products + tl.sum(query * middle[None, :], 1)[:, None]
@@ -116,19 +117,20 @@ def _score(
 
 @triton.jit
 def _weigh(
-    sums: Any,
-    weights: Any,
-    codes: Any,
-    scales: Any,
-    zeros: Any,
-    row: Any,
-    param_row: Any,
-    tokens: Any,
-    counted: Any,
+    sums: tl.tensor,
+    weights: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    row: tl.tensor,
+    param_row: tl.tensor,
+    begin: tl.tensor,
+    tokens: tl.tensor,
+    counted: tl.tensor,
     PIECE: tl.constexpr,
     SIDE: tl.constexpr,
     HALVES: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """``sums`` ``[queries, LANES]`` and the sum of a piece of the values by ``weights`` ``[queries, tokens]``."""
     DIM: tl.constexpr = SIDE[0]
     BITS: tl.constexpr = SIDE[1]
@@ -146,7 +148,7 @@ def _weigh(
         products = _product(weights * scale[None, :], values, True, HALVES)
         sums += products + tl.sum(weights * middle[None, :], 1)[:, None]
     elif MODE == PER_CHANNEL:
-        at = tl.min(tokens, 0) // SPAN * param_row
+        at = begin // SPAN * param_row
         scale, middle = _parameters(scales, zeros, at + channel, inside, BITS)
         products = _product(weights, values, True, HALVES) * scale[None, :]
         sums += products + tl.sum(weights, 1)[:, None] * middle[None, :]
@@ -158,7 +160,7 @@ def _weigh(
 
 
 @triton.jit
-def _query(query: Any, rows: Any, asked: Any, PIECE: tl.constexpr, SIDE: tl.constexpr) -> Any:
+def _query(query: tl.tensor, rows: tl.tensor, asked: tl.tensor, PIECE: tl.constexpr, SIDE: tl.constexpr) -> tl.tensor:
     """A piece of the query, float32 ``[queries, LANES]``, 0 where there is none."""
     DIM: tl.constexpr = SIDE[0]
     WIDTH: tl.constexpr = SIDE[4]
@@ -172,10 +174,10 @@ def _query(query: Any, rows: Any, asked: Any, PIECE: tl.constexpr, SIDE: tl.cons
 
 @triton.jit
 def _write(
-    output: Any,
-    rows: Any,
-    asked: Any,
-    sums: Any,
+    output: tl.tensor,
+    rows: tl.tensor,
+    asked: tl.tensor,
+    sums: tl.tensor,
     PIECE: tl.constexpr,
     SIDE: tl.constexpr,
 ) -> None:
@@ -193,36 +195,36 @@ def _write(
     do_not_specialize=["scale", "softcap", "first", "stop", "tile_start", "tile_stop", "tiles_each", "queries"]
 )
 def attend_kernel(
-    query: Any,
-    k_codes: Any,
-    k_scales: Any,
-    k_zeros: Any,
-    v_codes: Any,
-    v_scales: Any,
-    v_zeros: Any,
-    extra: Any,
-    output: Any,
-    logs: Any,
-    scale: Any,
-    softcap: Any,
-    first: Any,
-    stop: Any,
-    tile_start: Any,
-    tile_stop: Any,
-    tiles_each: Any,
-    queries: Any,
-    k_block: Any,
-    k_head: Any,
-    k_row: Any,
-    kp_block: Any,
-    kp_head: Any,
-    kp_row: Any,
-    v_block: Any,
-    v_head: Any,
-    v_row: Any,
-    vp_block: Any,
-    vp_head: Any,
-    vp_row: Any,
+    query: tl.tensor,
+    k_codes: tl.tensor,
+    k_scales: tl.tensor,
+    k_zeros: tl.tensor,
+    v_codes: tl.tensor,
+    v_scales: tl.tensor,
+    v_zeros: tl.tensor,
+    extra: tl.tensor,
+    output: tl.tensor,
+    logs: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    first: tl.tensor,
+    stop: tl.tensor,
+    tile_start: tl.tensor,
+    tile_stop: tl.tensor,
+    tiles_each: tl.tensor,
+    queries: tl.tensor,
+    k_block: tl.tensor,
+    k_head: tl.tensor,
+    k_row: tl.tensor,
+    kp_block: tl.tensor,
+    kp_head: tl.tensor,
+    kp_row: tl.tensor,
+    v_block: tl.tensor,
+    v_head: tl.tensor,
+    v_row: tl.tensor,
+    vp_block: tl.tensor,
+    vp_head: tl.tensor,
+    vp_row: tl.tensor,
     K: tl.constexpr,
     V: tl.constexpr,
     SIZE: tl.constexpr,
@@ -260,24 +262,25 @@ def attend_kernel(
     if V[3] > 3:
         o3 = tl.zeros((QUERIES, V[5]), tl.float32)
 
-    begin = tile_start + split * tiles_each
-    for tile in range(begin, tl.minimum(begin + tiles_each, tile_stop)):
+    tile_start += split * tiles_each
+    for tile in range(tile_start, tl.minimum(tile_start + tiles_each, tile_stop)):
         TILES: tl.constexpr = (SIZE + TOKENS - 1) // TOKENS
         block = tl.cast(tile // TILES, tl.int64)  # offsets of a large cache outgrow 32 bits
-        tokens = tile % TILES * TOKENS + tl.arange(0, TOKENS)
+        begin = tile % TILES * TOKENS
+        tokens = begin + tl.arange(0, TOKENS)
         place = tile // TILES * SIZE + tokens
         counted = (tokens < SIZE) & (place >= first) & (place < stop)
 
         kc, kp = k_codes + block * k_block + head * k_head, block * kp_block + head * kp_head
         ks, kz = k_scales + kp, k_zeros + kp
         scores = tl.zeros((QUERIES, TOKENS), tl.float32)
-        scores = _score(scores, q0, kc, ks, kz, k_row, kp_row, tokens, counted, 0, K, HALVES)
+        scores = _score(scores, q0, kc, ks, kz, k_row, kp_row, begin, tokens, counted, 0, K, HALVES)
         if K[3] > 1:
-            scores = _score(scores, q1, kc, ks, kz, k_row, kp_row, tokens, counted, 1, K, HALVES)
+            scores = _score(scores, q1, kc, ks, kz, k_row, kp_row, begin, tokens, counted, 1, K, HALVES)
         if K[3] > 2:
-            scores = _score(scores, q2, kc, ks, kz, k_row, kp_row, tokens, counted, 2, K, HALVES)
+            scores = _score(scores, q2, kc, ks, kz, k_row, kp_row, begin, tokens, counted, 2, K, HALVES)
         if K[3] > 3:
-            scores = _score(scores, q3, kc, ks, kz, k_row, kp_row, tokens, counted, 3, K, HALVES)
+            scores = _score(scores, q3, kc, ks, kz, k_row, kp_row, begin, tokens, counted, 3, K, HALVES)
         if EXTRA:
             rows = ((block * heads + head) * queries + own) * SIZE
             more = tl.load(extra + rows[:, None] + tokens[None, :], mask=asked[:, None] & counted[None, :], other=0.0)
@@ -297,13 +300,13 @@ def attend_kernel(
 
         vc, vp = v_codes + block * v_block + head * v_head, block * vp_block + head * vp_head
         vs, vz = v_scales + vp, v_zeros + vp
-        o0 = _weigh(o0 * change[:, None], weights, vc, vs, vz, v_row, vp_row, tokens, counted, 0, V, HALVES)
+        o0 = _weigh(o0 * change[:, None], weights, vc, vs, vz, v_row, vp_row, begin, tokens, counted, 0, V, HALVES)
         if V[3] > 1:
-            o1 = _weigh(o1 * change[:, None], weights, vc, vs, vz, v_row, vp_row, tokens, counted, 1, V, HALVES)
+            o1 = _weigh(o1 * change[:, None], weights, vc, vs, vz, v_row, vp_row, begin, tokens, counted, 1, V, HALVES)
         if V[3] > 2:
-            o2 = _weigh(o2 * change[:, None], weights, vc, vs, vz, v_row, vp_row, tokens, counted, 2, V, HALVES)
+            o2 = _weigh(o2 * change[:, None], weights, vc, vs, vz, v_row, vp_row, begin, tokens, counted, 2, V, HALVES)
         if V[3] > 3:
-            o3 = _weigh(o3 * change[:, None], weights, vc, vs, vz, v_row, vp_row, tokens, counted, 3, V, HALVES)
+            o3 = _weigh(o3 * change[:, None], weights, vc, vs, vz, v_row, vp_row, begin, tokens, counted, 3, V, HALVES)
 
     some = tl.where(total > 0, total, 1.0)
     lead += (split * heads * queries).to(tl.int64)
