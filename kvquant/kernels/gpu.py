@@ -204,9 +204,9 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _in_halves(query: Tensor) -> bool:
-    """Whether to multiply by tensor cores."""
-    return query.is_cuda
+def _in_halves(query: Tensor) -> int:
+    """Whether to multiply by tensor cores; see ``triton_attention.py``."""
+    return int(query.is_cuda)
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:

@@ -22,18 +22,21 @@ EACH = tl.constexpr(2)  # neither: values are decoded one by one
 
 @triton.jit
 def _product(left: tl.tensor, right: tl.tensor, EXACT: tl.constexpr, HALVES: tl.constexpr) -> tl.tensor:
-    """``left @ right`` of float32. ``HALVES``: by tensor cores, each factor as the sum of two bfloat16.
+    """``left @ right`` of float32. With ``HALVES``, each factor is the sum of two bfloat16, for tensor cores.
 
-    ``EXACT`` says that ``right`` is codes, which bfloat16 holds.
+    ``EXACT`` says that ``right`` is codes, which bfloat16 holds. ``HALVES`` 2 does the same in float32, as the
+    interpreter cannot multiply bfloat16.
     """
     if HALVES:
-        high = left.to(tl.bfloat16)
-        low = (left - high.to(tl.float32)).to(tl.bfloat16)
-        main = right.to(tl.bfloat16)
-        result = tl.dot(low, main)
+        KIND: tl.constexpr = tl.float32 if HALVES == 2 else tl.bfloat16
+        high, main = left.to(tl.bfloat16), right.to(tl.bfloat16)
+        low = (left - high.to(tl.float32)).to(tl.bfloat16).to(KIND)
+        high, main = high.to(KIND), main.to(KIND)
+        result = tl.dot(low, main, input_precision="ieee")
         if not EXACT:
-            result = tl.dot(high, (right - main.to(tl.float32)).to(tl.bfloat16), acc=result)
-        result = tl.dot(high, main, acc=result)
+            rest = (right - main.to(tl.float32)).to(tl.bfloat16).to(KIND)
+            result = tl.dot(high, rest, acc=result, input_precision="ieee")
+        result = tl.dot(high, main, acc=result, input_precision="ieee")
     else:
         result = tl.dot(left, right, input_precision="ieee")
     return result
