@@ -197,7 +197,9 @@ def decodes(codec: Codec, fields: Fields) -> bool:
 
 
 def _runs_on(x: Tensor) -> bool:
-    return installed() and (x.is_cuda or (x.device.type == "cpu" and _interpreted()))
+    if x.is_cuda:
+        return installed() and _multiplies_bfloat16(x.device)
+    return x.device.type == "cpu" and _interpreted() and installed()
 
 
 def _interpreted() -> bool:
@@ -318,6 +320,11 @@ def _power(number: int) -> int:
 def _divisor(number: int) -> int:
     """The largest power of two that divides ``number``."""
     return number & -number
+
+
+@lru_cache(maxsize=16)
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @lru_cache(maxsize=16)

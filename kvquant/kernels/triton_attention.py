@@ -243,27 +243,32 @@ def attend_kernel(
     ``[blocks, heads, queries, SIZE]``; ``output`` float32 ``[splits, heads, queries, DIM]`` with ``logs`` its
     log-sum-exps ``[splits, heads, queries]``. A block has ``SIZE`` tokens; those of ``first ≤ token < stop`` count.
     """
+    K_DIM: tl.constexpr = K[0]
+    K_PIECES: tl.constexpr = K[3]
+    V_DIM: tl.constexpr = V[0]
+    V_PIECES: tl.constexpr = V[3]
+    V_LANES: tl.constexpr = V[5]
     split, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     own = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
     asked = own < queries
     lead = (head * queries + own).to(tl.int64)
-    q0 = _query(query, lead * K[0], asked, 0, K)
+    q0 = _query(query, lead * K_DIM, asked, 0, K)
     # Pieces are named one by one: a list could not be carried through the loop.
-    if K[3] > 1:
-        q1 = _query(query, lead * K[0], asked, 1, K)
-    if K[3] > 2:
-        q2 = _query(query, lead * K[0], asked, 2, K)
-    if K[3] > 3:
-        q3 = _query(query, lead * K[0], asked, 3, K)
+    if K_PIECES > 1:
+        q1 = _query(query, lead * K_DIM, asked, 1, K)
+    if K_PIECES > 2:
+        q2 = _query(query, lead * K_DIM, asked, 2, K)
+    if K_PIECES > 3:
+        q3 = _query(query, lead * K_DIM, asked, 3, K)
     most = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
-    o0 = tl.zeros((QUERIES, V[5]), tl.float32)
-    if V[3] > 1:
-        o1 = tl.zeros((QUERIES, V[5]), tl.float32)
-    if V[3] > 2:
-        o2 = tl.zeros((QUERIES, V[5]), tl.float32)
-    if V[3] > 3:
-        o3 = tl.zeros((QUERIES, V[5]), tl.float32)
+    o0 = tl.zeros((QUERIES, V_LANES), tl.float32)
+    if V_PIECES > 1:
+        o1 = tl.zeros((QUERIES, V_LANES), tl.float32)
+    if V_PIECES > 2:
+        o2 = tl.zeros((QUERIES, V_LANES), tl.float32)
+    if V_PIECES > 3:
+        o3 = tl.zeros((QUERIES, V_LANES), tl.float32)
 
     tile_start += split * tiles_each
     for tile in range(tile_start, tl.minimum(tile_start + tiles_each, tile_stop)):
@@ -278,11 +283,11 @@ def attend_kernel(
         ks, kz = k_scales + kp, k_zeros + kp
         scores = tl.zeros((QUERIES, TOKENS), tl.float32)
         scores = _score(scores, q0, kc, ks, kz, k_row, kp_row, begin, tokens, counted, 0, K, HALVES)
-        if K[3] > 1:
+        if K_PIECES > 1:
             scores = _score(scores, q1, kc, ks, kz, k_row, kp_row, begin, tokens, counted, 1, K, HALVES)
-        if K[3] > 2:
+        if K_PIECES > 2:
             scores = _score(scores, q2, kc, ks, kz, k_row, kp_row, begin, tokens, counted, 2, K, HALVES)
-        if K[3] > 3:
+        if K_PIECES > 3:
             scores = _score(scores, q3, kc, ks, kz, k_row, kp_row, begin, tokens, counted, 3, K, HALVES)
         if EXTRA:
             rows = ((block * heads + head) * queries + own) * SIZE
@@ -304,20 +309,20 @@ def attend_kernel(
         vc, vp = v_codes + block * v_block + head * v_head, block * vp_block + head * vp_head
         vs, vz = v_scales + vp, v_zeros + vp
         o0 = _weigh(o0 * change[:, None], weights, vc, vs, vz, v_row, vp_row, begin, tokens, counted, 0, V, HALVES)
-        if V[3] > 1:
+        if V_PIECES > 1:
             o1 = _weigh(o1 * change[:, None], weights, vc, vs, vz, v_row, vp_row, begin, tokens, counted, 1, V, HALVES)
-        if V[3] > 2:
+        if V_PIECES > 2:
             o2 = _weigh(o2 * change[:, None], weights, vc, vs, vz, v_row, vp_row, begin, tokens, counted, 2, V, HALVES)
-        if V[3] > 3:
+        if V_PIECES > 3:
             o3 = _weigh(o3 * change[:, None], weights, vc, vs, vz, v_row, vp_row, begin, tokens, counted, 3, V, HALVES)
 
     some = tl.where(total > 0, total, 1.0)
     lead += (split * heads * queries).to(tl.int64)
     tl.store(logs + lead, most + tl.log(some), mask=asked)
-    _write(output, lead * V[0], asked, o0 / some[:, None], 0, V)
-    if V[3] > 1:
-        _write(output, lead * V[0], asked, o1 / some[:, None], 1, V)
-    if V[3] > 2:
-        _write(output, lead * V[0], asked, o2 / some[:, None], 2, V)
-    if V[3] > 3:
-        _write(output, lead * V[0], asked, o3 / some[:, None], 3, V)
+    _write(output, lead * V_DIM, asked, o0 / some[:, None], 0, V)
+    if V_PIECES > 1:
+        _write(output, lead * V_DIM, asked, o1 / some[:, None], 1, V)
+    if V_PIECES > 2:
+        _write(output, lead * V_DIM, asked, o2 / some[:, None], 2, V)
+    if V_PIECES > 3:
+        _write(output, lead * V_DIM, asked, o3 / some[:, None], 3, V)
