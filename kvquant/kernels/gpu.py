@@ -238,8 +238,10 @@ def _attend(query: Tensor, part: Sealed, scale: float, softcap: float) -> tuple[
     heads, queries, _ = query.shape
     size = part.block_tokens
     sides = [_side(codec, dim) for codec, dim in ((part.key, part.dims[0]), (part.value, part.dims[1]))]
-    tokens = min([_power(min(size, TOKENS)), *(_divisor(side.span) for side in sides if side.mode == _PER_CHANNEL)])
-    rows = min(64, _power(queries))
+    channels = max(side.pieces * side.lanes for side in sides)  # wide heads leave a tile less shared memory
+    most = TOKENS if channels <= 256 else 16
+    tokens = min([_power(min(size, most)), *(_divisor(side.span) for side in sides if side.mode == _PER_CHANNEL)])
+    rows = min(64 if channels <= 128 else 16, _power(queries))
     tiles_a_block = -(-size // tokens)
     start, stop = part.first // size * tiles_a_block, -(-part.stop // size) * tiles_a_block
     programs = heads * -(-queries // rows)
