@@ -7,8 +7,9 @@
        depth 0.1      0.3                         one at a time, each on a copy of the cache
 
 Perplexity hides the loss of a single token far back; an answer shows it. Answers are not generated but given: scored
-are their log-probability, token by token, and whether every token was the most likely one. Compare NIAH (Kamradt,
-2023) and RULER's several needles (Hsieh et al., 2024).
+are their log-probability, token by token, and whether every token was the most likely one. At short contexts the last
+depths may lie in the raw tail, where nothing is lost. Compare NIAH (Kamradt, 2023) and RULER's several needles (Hsieh
+et al., 2024).
 """
 
 from __future__ import annotations

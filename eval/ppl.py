@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import kvquant
-from kvquant.geometry import decoder_config
-from kvquant.keys import settings_of
+from kvquant.keys import Identity
 
 from . import report, results
 from .errors import InputError, one_line
@@ -23,7 +22,7 @@ from .memory import estimate, groups, in_words, parse_size, peak_memory, residen
 from .models import LoadedModel, check_causal, load
 from .needle import Probe, plant, summary
 from .options import format_context, parse_contexts, split_list
-from .prefix import Prefix
+from .prefix import Prefix, exact_identity
 from .protocols import NewCache
 from .rope import frequencies_of, prefixes_nest, stretch
 from .rows import Row
@@ -82,6 +81,7 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
         say("--rope-scaling: not needed, the model serves these contexts by itself")
     check_causal(loaded)
     tokens = tokens_of(loaded, text, contexts)
+    identity = exact_identity(loaded.model)
     settings = Settings(
         contexts=tuple(contexts),
         protocol=options.protocol,
@@ -95,7 +95,7 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
         command=shlex.join(["kvquant", *arguments]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         rows=(),
-        facts=_facts(loaded, text, tokens, settings) | {"cells": _cells(contexts, policies)},
+        facts=_facts(loaded, identity, text, tokens, settings) | {"cells": _cells(contexts, policies)},
         policies={policy.name: policy.resolve(loaded.model).describe() for policy in policies},
     )
     done = _earlier(options, blank) if options.resume and options.out is not None else []
@@ -103,7 +103,7 @@ def run(options: Options, arguments: Sequence[str], say: Callable[[str], None], 
     cells = frozenset((row.policy, row.context) for row in done)
     sweep = Sweep(options.model, loaded.model, tokens.ids, policies, new, settings, cells)
     if options.reuse_prefix is not None:
-        sweep.prefix = _prefix(options, loaded, tokens, say)
+        sweep.prefix = _prefix(options, loaded, identity, tokens, say)
     if limit is not None:
         sweep.groups = _fitting(sweep, limit, say)
     for description in blank.policies.values():
@@ -225,14 +225,16 @@ def _needles(
     return probe
 
 
-def _prefix(options: Options, loaded: LoadedModel, tokens: Tokens, say: Callable[[str], None]) -> Prefix:
+def _prefix(
+    options: Options, loaded: LoadedModel, identity: Identity, tokens: Tokens, say: Callable[[str], None]
+) -> Prefix:
     """What is kept of the text's exact history. Raises `InputError` where that would be wrong."""
     assert options.reuse_prefix is not None
     if options.protocol != "prefill":
         raise InputError("--reuse-prefix: only --protocol prefill has an exact prefix")
     if not prefixes_nest(loaded.model.config):
         raise InputError("--reuse-prefix: the model's positions depend on the context, so prefixes do not nest")
-    prefix = Prefix(loaded.model, tokens.ids, options.reuse_prefix, say)
+    prefix = Prefix(loaded.model, identity, tokens.ids, options.reuse_prefix, say)
     prefix.open()
     return prefix
 
@@ -250,11 +252,9 @@ def _fitting(sweep: Sweep, limit: int, say: Callable[[str], None]) -> list[list[
     return parts
 
 
-def _fingerprint(model: Any) -> str:
+def _fingerprint(identity: Identity) -> str:
     """Of every weight and every setting."""
-    settings = settings_of(decoder_config(model.config))
-    weights = kvquant.model_fingerprint(model, full=True)
-    return hashlib.blake2b((weights + settings).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b((identity.model + identity.settings).encode(), digest_size=16).hexdigest()
 
 
 def _cells(contexts: Sequence[int], policies: Sequence[Any]) -> str:
@@ -304,12 +304,12 @@ def _stretch(config: Any, options: Options, contexts: Sequence[int]) -> str:
     return stretch(config, options.rope_scaling, contexts[-1]) if options.rope_scaling else ""
 
 
-def _facts(loaded: LoadedModel, text: Text, tokens: Tokens, settings: Settings) -> dict[str, str]:
+def _facts(loaded: LoadedModel, identity: Identity, text: Text, tokens: Tokens, settings: Settings) -> dict[str, str]:
     return {
         "model": f"{loaded.name} ({loaded.weights}), {settings.dtype}",
         "text": f"{text.name}, {len(text.content)} characters, SHA-256 `{text.sha256}`, read from its start",
         "tokens": f"tokenised as a whole; {tokens.bos}",
-        "weights": f"fingerprint `{_fingerprint(loaded.model)}`",
+        "weights": f"fingerprint `{_fingerprint(identity)}`",
         "protocol": _PROTOCOL_WORDS[settings.protocol].format(chunk=settings.chunk)
         + f"; scored are the last {settings.score_tokens} tokens of a context, less those of whose past less than "
         "half was sealed before their chunk (the column *tokens* counts them), so contexts score different tokens",

@@ -41,6 +41,11 @@ _ABANDONED_SECONDS = 3600
 LIMIT = 32 << 30  # bytes of all files in a folder
 
 
+def exact_identity(model: Any) -> Identity:
+    """What decides the exact history of a text under ``model``; reads every weight."""
+    return Identity.of(model, decoder_config(model.config), "exact", full=True)
+
+
 @dataclass
 class Prefix:
     """The exact history of ``ids`` (int64 ``[n]``) under ``model``, in ``folder``; ``say`` is told what becomes of it.
@@ -49,6 +54,7 @@ class Prefix:
     """
 
     model: Any
+    identity: Identity  # `exact_identity` of the model
     ids: Tensor
     folder: Path
     say: Callable[[str], None] = lambda line: None
@@ -75,12 +81,11 @@ class Prefix:
             return None
         cache = exact_cache(self.model, room)
         with safe_open(self._path, "pt") as file:
-            names = set(file.keys())
             for index, layer in enumerate(cache.layers):
                 if isinstance(layer, DynamicSlidingWindowLayer):
                     layer.update(*(file.get_tensor(_name(tokens, index, part)) for part in PARTS))
                     layer.cumulative_length = tokens
-                elif _name("all", index, "keys") in names:
+                elif _name("all", index, "keys") in self._names:
                     layer.update(*(file.get_slice(_name("all", index, part))[:, :, :tokens] for part in PARTS))
         if not self._told:
             self._told = True
@@ -91,12 +96,13 @@ class Prefix:
         """Whether the file has the first ``tokens`` of the text, windows and all."""
         if not 0 < tokens <= self.length:
             return False
-        windows = [
-            index
-            for index, layer in enumerate(DynamicCache(config=self.model.config).layers)
-            if isinstance(layer, DynamicSlidingWindowLayer)
-        ]
-        return all(_name(tokens, index, "keys") in self._names for index in windows)
+        return all(_name(tokens, index, "keys") in self._names for index in self._windows)
+
+    @cached_property
+    def _windows(self) -> list[int]:
+        """The layers that keep a window."""
+        layers = DynamicCache(config=self.model.config).layers
+        return [index for index, layer in enumerate(layers) if isinstance(layer, DynamicSlidingWindowLayer)]
 
     def note(self, tokens: int, cache: DynamicCache) -> None:
         """Remember the windows of a cache that holds exactly ``tokens``."""
@@ -151,8 +157,7 @@ class Prefix:
 
     @cached_property
     def _keys(self) -> list[str]:
-        identity = Identity.of(self.model, decoder_config(self.model.config), "exact", full=True)
-        return [key.hex() for key in content_keys(identity, self.ids, STEP)]
+        return [key.hex() for key in content_keys(self.identity, self.ids, STEP)]
 
     @property
     def _path(self) -> Path:

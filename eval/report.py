@@ -114,11 +114,12 @@ def write(folder: Path, report: Report) -> None:
     try:
         for name, data in files.items():
             _replace(folder / name, data)
-        if plot is not None:
-            _replace(folder / "plot.png", plot)
+        # An earlier run's plot or page would not belong to these rows.
+        if plot is None:
+            (folder / "plot.png").unlink(missing_ok=True)
         else:
-            (folder / "plot.png").unlink(missing_ok=True)  # an earlier run's would not belong to these rows,
-        page = folder / PAGE  # nor would its page
+            _replace(folder / "plot.png", plot)
+        page = folder / PAGE
         if _is_page(page):
             for file in (page, *_pictures(page)):
                 file.unlink()

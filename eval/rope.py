@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from kvquant.geometry import decoder_config
+from kvquant.keybias import MOVING
+
 from .errors import InputError
 
 KINDS = ("yarn", "linear", "dynamic")
-MOVING = ("dynamic", "longrope")  # whose frequencies follow the length of the text
 _HELD = "held longrope"  # of which transformers moves none, while a key bias still counts as one that moves
 
 
@@ -25,7 +27,7 @@ def stretch(config: Any, kind: str, longest: int) -> str:
     Layers with a window keep their positions: what they attend to is near. Raises `InputError` for a model whose
     positions are not rotary, or stretched already.
     """
-    text = config.get_text_config(decoder=True)
+    text = decoder_config(config)
     limit = context_limit(config)
     if limit is None or longest <= limit:
         return ""
@@ -43,7 +45,7 @@ def stretch(config: Any, kind: str, longest: int) -> str:
 
 def cannot_stretch(config: Any) -> str:
     """Why a model's positions cannot be stretched, or nothing."""
-    text = config.get_text_config(decoder=True)
+    text = decoder_config(config)
     parameters = _parameters(text)
     if parameters is None:
         return f"{text.model_type} has no rotary positions"
@@ -56,7 +58,7 @@ def context_limit(config: Any) -> int | None:
 
     Under dynamic scaling, ``factor`` times as many.
     """
-    text = config.get_text_config(decoder=True)
+    text = decoder_config(config)
     limit: int | None = getattr(text, "max_position_embeddings", None)
     parameters = _parameters(text) or {}
     if limit is not None and parameters.get("rope_type") == "dynamic":
@@ -66,7 +68,7 @@ def context_limit(config: Any) -> int | None:
 
 def prefixes_nest(config: Any) -> bool:
     """Whether a shorter context's keys are the beginning of a longer one's: not where frequencies move with it."""
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    rope = getattr(decoder_config(config), "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     return not any(kind.get("rope_type") in MOVING for kind in kinds)
 

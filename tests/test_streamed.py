@@ -135,3 +135,23 @@ def test_blocks_are_looked_up_once_between_seals():
         found.append([one for one in layer.segments._made[0][1] if isinstance(one, Sealed)])
     assert found[0]
     assert all(a is b for one in found[1:] for a, b in zip(one, found[0], strict=True))
+
+
+@pytest.mark.parametrize("rope", [None, {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}])
+@pytest.mark.parametrize("family", ["qwen2", "stablelm", "opt"])
+def test_key_biases_are_counted_at_their_positions(family, rope):
+    """RoPE over all channels, over some, and none; YaRN also lengthens."""
+    changes = {} if rope is None or family != "qwen2" else {"rope_parameters": rope}
+    model, ids = tiny(family, **({"use_qkv_bias": True} if family == "stablelm" else {}), **changes), prompt(120)
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if name.endswith("k_proj.bias"):
+            torch.nn.init.normal_(parameter, std=3.0)
+    policy = POLICIES[1]
+    dense = feed(model, KVQuantCache.for_model(model, policy), ids, 50, 1, 1, 20, 1)
+    kvquant.enable(model)
+    cache = KVQuantCache.for_model(model, policy)
+    assert cache.layers[0].segments.bias
+    streamed = feed(model, cache, ids, 50, 1, 1, 20, 1)
+    assert not any(decoded(cache))
+    assert (streamed - dense).norm() <= 5e-3 * dense.norm()

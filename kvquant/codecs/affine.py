@@ -5,8 +5,9 @@ channels). ``axis="token"``: a group is ``group`` channels of one token. Method:
 ``rotate="hadamard"``, QuaRot (Ashkboos et al., 2024).
 
 At 8 bits the codes span a group's extremes. At 4 a line is fitted once, by least squares, to the values over the
-codes they get so, and each end may move by half a step: more would clip the keys that attention is after. At 2 and 3
-bits the extremes waste codes: the range of least squared error is searched for, then fitted.
+codes they get so, and each end may move by half a step: more would clip the keys that attention is after. (Per token
+and without a rotation the extremes are the same channels all along, and the codes span them.) At 2 and 3 bits the
+extremes waste codes: the range of least squared error is searched for, then fitted.
 
 Zero is rounded down and scale up to what float16 holds *before* codes are taken, so that every value decodes to within
 half a step, whatever the range; at 4 bits a stored step or a fifteenth of the range, and below not those cut off.
@@ -112,6 +113,14 @@ class Affine:
         return x.reshape(n, heads, tokens, dim // group, group), -1
 
     @property
+    def _fits(self) -> bool:
+        """Whether 4-bit codes may cut off the extremes of a group: not those of a token's channels as they are.
+
+        There the extremes are the same channels in every token, and what is cut off adds up.
+        """
+        return self.axis == "channel" or self.rotate != "none"
+
+    @property
     def _top(self) -> int:
         """The largest code."""
         return (1 << self.bits) - 1
@@ -123,7 +132,7 @@ class Affine:
         """What the lowest and the highest code of each group stand for."""
         # aminmax takes ten times as long on a CPU
         low, high = x.amin(reduced, keepdim=True), x.amax(reduced, keepdim=True)
-        if self.bits == 8:
+        if self.bits == 8 or (self.bits == 4 and not self._fits):
             return low, high
         zero, scale = low, (high - low) / self._top
         if self.bits == 4:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +304,12 @@ def test_ctrl_c_is_short(arguments: dict[str, str]) -> None:
     command = [sys.executable, "-m", "kvquant_eval", "ppl"]
     command += [word for pair in (arguments | {"--contexts": "512", "--chunk": "1"}).items() for word in pair]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # tests run in the background ignore it
     ) as process:
         assert process.stderr is not None
         while "layers 0-3" not in (line := process.stderr.readline()):

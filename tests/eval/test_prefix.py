@@ -13,7 +13,7 @@ import torch
 from kvquant import KVQuantCache
 from kvquant_eval import prefix as subject
 from kvquant_eval.errors import InputError
-from kvquant_eval.prefix import Prefix
+from kvquant_eval.prefix import Prefix, exact_identity
 from kvquant_eval.sweep import Settings, Sweep
 from tests.models import tiny
 
@@ -33,7 +33,7 @@ def run(
 ) -> tuple[list[Any], int, list[str]]:
     """Rows without seconds, tokens the uncompressed model and the policies read, and what was said."""
     said: list[str] = []
-    kept = Prefix(model, text, folder, said.append)
+    kept = Prefix(model, exact_identity(model), text, folder, said.append)
     kept.open()
     read: list[int] = []
     hook = model.register_forward_pre_hook(
@@ -218,11 +218,13 @@ def test_the_folder_is_bounded(text: torch.Tensor, tmp_path: Path, monkeypatch: 
 
 
 def test_who_is_refused(tmp_path: Path, text: torch.Tensor) -> None:
+    model = tiny("qwen3_next")
     with pytest.raises(InputError, match="state cannot be kept"):
-        Prefix(tiny("qwen3_next"), text, tmp_path).open()
+        Prefix(model, exact_identity(model), text, tmp_path).open()
     (tmp_path / "file").touch()
+    model = tiny_llama()
     with pytest.raises(InputError, match="--reuse-prefix: .*file"):
-        Prefix(tiny_llama(), text, tmp_path / "file").open()
+        Prefix(model, exact_identity(model), text, tmp_path / "file").open()
 
 
 def test_command(arguments: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
