@@ -132,7 +132,17 @@ class Arena:
         self._layout = layout
         self._device = device
         self._slabs: dict[int, Fields] = {}
+        self.nbytes = self.elements = 0  # allocated for slots, in use or not
         self.raw: dict[int, Tensor] = {}
+        self.stamp = 0  # another whenever what `read` or `raw` gave may be out of date
+
+    def keep_raw(self, slot: int, tokens: Tensor | None) -> None:
+        """Store ``tokens`` beside a block's codes, or nothing."""
+        if tokens is not None or slot in self.raw:
+            self.raw.pop(slot, None)
+            self.stamp += 1
+        if tokens is not None:
+            self.raw[slot] = tokens
 
     def write(self, runs: Sequence[Run], fields: Fields) -> None:
         """Store fields of as many blocks as ``runs`` has slots.
@@ -147,12 +157,18 @@ class Arena:
                     dtype = torch.promote_types(field.dtype, slab[name].dtype)
                     if dtype != slab[name].dtype:
                         slab[name] = slab[name].to(dtype)
+                        self.stamp += 1
+                        self._count()
                     slab[name][run.first : run.stop].copy_(field[done : done + len(run)])
                 done += len(run)
 
     def read(self, run: Run) -> Fields:
         """Views of the stored fields of a run."""
         return {name: field[run.first : run.stop] for name, field in self._slabs[run.slab].items()}
+
+    def _count(self) -> None:
+        self.nbytes = sum(tensor.nbytes for tensor in self.storages())
+        self.elements = sum(tensor.numel() for tensor in self.storages())
 
     def storages(self) -> Iterator[Tensor]:
         """Every tensor allocated for slots, in use or not."""
@@ -162,7 +178,9 @@ class Arena:
     def clear(self) -> None:
         """Free all memory; for a pool without live slots."""
         self._slabs.clear()
+        self._count()
         self.raw.clear()
+        self.stamp += 1
 
     def _slab(self, slab: int) -> Fields:
         if slab not in self._slabs:
@@ -171,4 +189,5 @@ class Arena:
                 name: torch.empty((size, *shape), dtype=dtype, device=self._device)
                 for name, (shape, dtype) in self._layout.items()
             }
+            self._count()
         return self._slabs[slab]

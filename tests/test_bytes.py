@@ -29,7 +29,9 @@ def test_measured_bytes_at_8k(policy, limit):
         for history in (layer.key, layer.value):
             lossless = history.codec.lossless
             by_hand += sum(t.numel() * (2 if lossless else t.itemsize) for t in history.arena.storages())
-            by_hand += 2 * sum(t.numel() for t in [*history.tails, *history.arena.raw.values()])
+            by_hand += 2 * sum(
+                t.numel() for t in [*(tail.room for tail in history.tails), *history.arena.raw.values()]
+            )
     assert stats.kv_bytes == by_hand
 
 
@@ -39,8 +41,8 @@ def test_a_prompt_leaves_only_its_tail_dense(llama):
     for layer in cache.layers:
         for history in (layer.key, layer.value):
             (tail,) = history.tails
-            assert tail.shape[1] == 1000 - 768
-            assert tail.untyped_storage().nbytes() == tail.numel() * tail.itemsize  # no view of the whole prompt
+            assert tail.tokens.shape[1] == 1000 - 768
+            assert tail.tokens.untyped_storage().nbytes() == tail.tokens.nbytes  # no view of the whole prompt
 
 
 def test_peak_is_one_decoded_layer_above_what_stays(llama):
@@ -81,7 +83,7 @@ def test_state_follows_each_layers_device(policy):
             read = cache.update(keys, values, index)
             assert {tensor.device.type for tensor in read} == {device}
             for history in (layer.key, layer.value):
-                held = [*history.tails, *history.arena.storages(), *history.arena.raw.values()]
+                held = [*(tail.room for tail in history.tails), *history.arena.storages(), *history.arena.raw.values()]
                 assert {tensor.device.type for tensor in held} == {device}
     assert cache.stats().blocks == 4
     cache.reorder_cache(torch.tensor([1, 0]))

@@ -96,7 +96,7 @@ class HistoryMachine(RuleBasedStateMachine):
             given = fresh
             if history.offset:
                 given = fresh + self.offsets(past, past + count)
-            dense = history.append(given, self.calls.take(layer, batch, count))
+            dense = history.append(given, self.calls.take(layer, batch, count)).dense()
             assert torch.equal(dense[:, :, past:], given)  # attended at model precision in its own call
             self.check_dense(history, dense[:, :, :past])
         for index, sequence in enumerate(self.sequences):
@@ -203,7 +203,7 @@ class HistoryMachine(RuleBasedStateMachine):
             assert row.length - row.sealed <= RECENT + BLOCK - 1
             assert row.ends == sorted(set(row.ends))
         for history in self.histories:
-            assert [t.shape[1] for t in history.tails] == [r.length - r.sealed for r in self.rows.rows]
+            assert [tail.tokens.shape[1] for tail in history.tails] == [r.length - r.sealed for r in self.rows.rows]
 
 
 TestHistory = HistoryMachine.TestCase
@@ -275,7 +275,7 @@ def test_another_batch_or_shape_is_refused(parts):
     with pytest.raises(CacheStateError, match="a batch of 3 rows, but the cache holds 2 rows"):
         calls.take(0, 3, 4)
     with pytest.raises(CacheStateError, match="3 heads × 8 in torch.float32, but the cache holds 2 heads"):
-        history.append(torch.randn(2, 3, 4, DIM), calls.take(0, 2, 4))
+        history.check(torch.randn(2, 3, 4, DIM))
 
 
 def test_slots_are_shared_contiguously_and_reused():
@@ -303,7 +303,7 @@ def test_any_count_of_tokens_in_any_strides(tokens):
         for fresh in (view, view.clone(memory_format=torch.contiguous_format)):
             rows = Rows(SlotPool(), BLOCK, RECENT)
             history = History(Affine(4, "channel", 8), rows.pool, BLOCK, SINKS)
-            dense = history.append(fresh, Calls(rows).take(0, 2, tokens))
+            dense = history.append(fresh, Calls(rows).take(0, 2, tokens)).dense()
             assert dense.shape == (2, HEADS, tokens, DIM), name
             held.append(history.dense(rows.view()))
         assert torch.equal(*held), name

@@ -31,7 +31,7 @@ def streamed_attention(
     rows, heads, new, key_dim = query.shape
     dim = key_dim if dim is None else dim
     scale = key_dim**-0.5 if scale is None else scale
-    output = query.new_empty(rows, heads, new, dim)
+    outputs = []
     for row, own in enumerate(segments):
         kv_heads = own[0].heads
         folded = query[row].reshape(kv_heads, heads // kv_heads * new, key_dim)
@@ -39,5 +39,5 @@ def streamed_attention(
         if sinks is not None:
             share = torch.sigmoid(logs.view(heads, new) - sinks.float()[:, None])
             found = found.view(heads, new, dim) * share[..., None]
-        output[row] = found.view(heads, new, dim)
-    return output
+        outputs.append(found.view(1, heads, new, dim).to(query.dtype))
+    return outputs[0] if rows == 1 else torch.cat(outputs)

@@ -232,7 +232,8 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
                     f"half-way and cannot be continued: reset() the cache"
                 )
         else:
-            self._bytes[layer_idx] = sum(layer.key.nbytes() + layer.value.nbytes())
+            if layer.key.grown or layer.value.grown:
+                self._bytes[layer_idx] = sum(layer.key.nbytes() + layer.value.nbytes())
             decoded = 0 if isinstance(keys, HeldStates) else 2 * (keys.numel() + values.numel())
             self._peak = max(self._peak, sum(self._bytes.values()) + decoded)
         return keys, values

@@ -4,7 +4,7 @@
                   │                                                                          │
                   └──────────────── attended: history, tail, new tokens <────── decoded ─────┘
 
-Nothing here knows transformers. Tails are never written in place, so rows may share them.
+Nothing here knows transformers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..blocks import CompressedTensor
 from ..codecs import Codec, Fields
 from ..errors import CacheStateError
 from .rows import Call, Piece, Row, RowCall
+from .tail import Tail
 
 Offset = Callable[[Tensor, Tensor], Tensor]
 """What is known of tokens at positions int64 ``[tokens]``: ``(positions, like)`` to ``[heads, tokens, dim]``.
@@ -47,8 +48,9 @@ class History:
         self.offset = None if codec.lossless else offset
         self.block_tokens = block_tokens
         self.sink_tokens = 0 if codec.lossless else sink_tokens
-        self.tails: list[Tensor] = []  # per row [heads, tokens, dim]
+        self.tails: list[Tail] = []  # per row
         self.arena: Arena | None = None
+        self.grown = False  # whether the last call changed what is allocated
         self.encode_seconds = 0.0
         self.decode_seconds = 0.0
         self._pool = pool
@@ -63,15 +65,17 @@ class History:
             layout = self.codec.layout(heads, self.block_tokens, dim, fresh.dtype)
             self.arena = Arena(self._pool, layout, fresh.device)
         if not self.tails:
-            self.tails = [fresh.new_empty(fresh.shape[1], 0, fresh.shape[3]) for _ in call.rows]
-        self.check(fresh)
-        with _no_autocast(fresh.device), torch.no_grad():
-            for index, row in enumerate(call.rows):
-                if row.fresh:
-                    new = fresh[index, :, call.new - row.fresh :]
-                    self.tails[index] = torch.cat((self.tails[index], new.detach()), dim=1)
-            held = Held(self, fresh, call, tuple(self.tails))
-            if call.runs:
+            self.tails = [Tail.of(fresh[0, :, :0]) for _ in call.rows]
+        self.grown = bool(call.runs)
+        for index, row in enumerate(call.rows):
+            if row.fresh:
+                new = fresh[index] if row.fresh == call.new else fresh[index, :, call.new - row.fresh :]
+                before, after = self.tails[index], self.tails[index].append(new)
+                self.tails[index] = after
+                self.grown |= after.room is not before.room
+        held = Held(self, fresh, call, tuple(tail.tokens for tail in self.tails))
+        if call.runs:
+            with _no_autocast(fresh.device), torch.no_grad():
                 self._seal(call)
         return held
 
@@ -79,7 +83,7 @@ class History:
         """`CacheStateError` where new columns do not have the shape or dtype of those held."""
         if not self.tails:
             return
-        tail = self.tails[0]
+        tail = self.tails[0].tokens
         if fresh.shape[0] != len(self.tails):
             raise CacheStateError(f"a batch of {fresh.shape[0]} rows, but the cache holds {len(self.tails)} rows")
         if (fresh.shape[1], fresh.shape[3], fresh.dtype) != (tail.shape[0], tail.shape[2], tail.dtype):
@@ -90,8 +94,9 @@ class History:
 
     def dense(self, call: Call) -> Tensor:
         """All columns as a call that adds none would attend to them."""
-        rows, (heads, _, dim) = len(self.tails), self.tails[0].shape
-        return Held(self, self.tails[0].new_empty(rows, heads, 0, dim), call, tuple(self.tails)).dense()
+        tails = tuple(tail.tokens for tail in self.tails)
+        nothing = torch.stack([tail[:, :0] for tail in tails])
+        return Held(self, nothing, call, tails).dense()
 
     def block(self, row: Row, number: int) -> CompressedTensor:
         """A copy of what is stored of the ``number``-th span in a row's table."""
@@ -99,18 +104,18 @@ class History:
         slot = row.slots[number]
         (run,) = self._pool.runs([slot])
         fields = {name: field[0].clone() for name, field in self.arena.read(run).items()}
-        heads, _, dim = self.tails[0].shape
+        tail = self.tails[0].tokens
         return CompressedTensor(
             codec=self.codec.name,
-            shape=(heads, self.block_tokens, dim),
-            dtype=self.tails[0].dtype,
+            shape=(tail.shape[0], self.block_tokens, tail.shape[2]),
+            dtype=tail.dtype,
             fields=fields,
             sinks=self.arena.raw.get(slot),
         )
 
     def crop(self, rows: Sequence[Row]) -> None:
         """Follow rows that were cropped: tails lose their last tokens."""
-        self.tails = [tail[:, : row.length - row.sealed] for tail, row in zip(self.tails, rows, strict=False)]
+        self.tails = [tail.first(row.length - row.sealed) for tail, row in zip(self.tails, rows, strict=False)]
 
     def select(self, indices: Sequence[int]) -> None:
         """Follow rows that were selected; tails are shared, not copied."""
@@ -127,7 +132,7 @@ class History:
         """A copy that shares blocks and, until it grows, tails."""
         twin = History(self.codec, self._pool, self.block_tokens, self.sink_tokens, self.offset)
         twin.arena = self.arena
-        twin.tails = [tail.clone() for tail in self.tails]
+        twin.tails = [Tail.of(tail.tokens) for tail in self.tails]
         return twin
 
     def first_tokens(self, piece: Piece, count: int) -> Tensor:
@@ -135,7 +140,7 @@ class History:
         assert self.arena is not None
         if self.codec.lossless:
             fields = self.arena.read(replace(piece.run, stop=piece.run.first + 1))
-            blocks = self.codec.decode(fields, self.dim, self.tails[0].dtype)
+            blocks = self.codec.decode(fields, self.dim, self.tails[0].tokens.dtype)
             return blocks[0, :, piece.offset : piece.offset + count]
         raw: Tensor = self.arena.raw[self._pool.slot(piece.run)]
         return raw[:, :count]
@@ -143,22 +148,19 @@ class History:
     @property
     def dim(self) -> int:
         """Channels of a head."""
-        return int(self.tails[0].shape[2])
+        return int(self.tails[0].tokens.shape[2])
 
     @property
     def token_elements(self) -> int:
         """Values one token has here, over all heads; 0 before the first call."""
-        return self.tails[0].shape[0] * self.tails[0].shape[2] if self.tails else 0
+        return self.tails[0].tokens.shape[0] * self.dim if self.tails else 0
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes allocated for (sealed blocks, raw tokens); values at model precision count 2 bytes each."""
         if self.arena is None:
             return 0, 0
-        blocks = sum(
-            tensor.numel() * (2 if self.codec.lossless else tensor.itemsize) for tensor in self.arena.storages()
-        )
-        raw = sum(tensor.numel() for tensor in self._raw_tensors())
-        return blocks, 2 * raw
+        blocks = 2 * self.arena.elements if self.codec.lossless else self.arena.nbytes
+        return blocks, 2 * sum(tensor.numel() for tensor in self._raw_tensors())
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything allocated: slots, used or not, and raw tokens."""
@@ -168,7 +170,8 @@ class History:
 
     def _raw_tensors(self) -> Iterator[Tensor]:
         assert self.arena is not None
-        yield from self.tails
+        rooms = [tail.room for tail in self.tails]
+        yield from {id(room): room for room in rooms}.values()
         yield from (sinks for slot, sinks in self.arena.raw.items() if self._pool.references(slot))
 
     def decode(self, row: RowCall, out: Tensor) -> None:
@@ -203,9 +206,8 @@ class History:
         batches = []
         for index, row in enumerate(call.rows):
             if row.slots:
-                tail = self.tails[index]
-                batches.append(self._cut(tail[:, : row.sealing], row))
-                self.tails[index] = tail[:, row.sealing :].clone()  # a view would keep the whole prompt alive
+                batches.append(self._cut(self.tails[index].tokens[:, : row.sealing], row))
+                self.tails[index] = self.tails[index].after(row.sealing)
         blocks = torch.cat(batches) if len(batches) > 1 else batches[0]
         step = max(1, CHUNK_ELEMENTS // blocks[0].numel())
         encoded = [self.codec.encode(part) for part in torch.split(blocks, step)]
@@ -220,10 +222,10 @@ class History:
         """
         assert self.arena is not None
         for slot in row.slots:
-            self.arena.raw.pop(slot, None)  # of a block that is gone
+            self.arena.keep_raw(slot, None)  # of a block that is gone
         sinks = max(0, self.sink_tokens - row.sealed)
         if sinks:
-            self.arena.raw[row.slots[0]] = tokens[:, :sinks].clone()
+            self.arena.keep_raw(row.slots[0], tokens[:, :sinks].clone())
         if self.offset is not None:
             known = self.offset(row.positions[row.sealed : row.sealed + row.sealing], tokens)
             tokens = tokens.float() - known

@@ -7,7 +7,7 @@ segments; anything else that is done with them decodes them, which is counted an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..errors import KVQuantWarning
 from ..kernels import Dense, Sealed, Segment
 from ..keybias import BiasScores, KeyBias
 from .layer import Held, History
-from .rows import Call, RowCall
+from .rows import Call, Piece, RowCall
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -32,14 +32,14 @@ class Segments:
         self.key, self.value = key, value
         self.masks = masks
         self.bias = BiasScores(key.offset, key.block_tokens) if isinstance(key.offset, KeyBias) else None
-        self._made: dict[int, tuple[Any, list[Segment]]] = {}  # by row
+        self._made: dict[int, tuple[Any, Any, dict[Piece, list[Segment]]]] = {}  # by row
         self.decoded = 0
 
     def of(self, keys: Held, values: Held, query: Tensor) -> list[list[Segment]]:
         """What each row's new tokens attend to, whose ``query`` is ``[rows, query heads, new, dim]``."""
         found = []
         for index, row in enumerate(keys.call.rows):
-            blocks = self._blocks(index, row)
+            blocks = [segment for made in self._blocks(index, row) for segment in made]
             if self.bias is not None:
                 folded = query[index].reshape(keys.fresh.shape[1], -1, query.shape[3])
                 blocks = [self._with_bias(segment, row, folded, keys.fresh) for segment in blocks]
@@ -53,14 +53,18 @@ class Segments:
         starts = row.positions[segment.start :: segment.block_tokens][:count]
         return replace(segment, extra=self.bias(query, starts, like))
 
-    def _blocks(self, index: int, row: RowCall) -> list[Segment]:
-        history, made = self._made.get(index, (None, []))
-        if history is not row.history:
-            made = [segment for piece in row.history for segment in self._of_piece(piece)]
-            self._made[index] = row.history, made
-        return made
+    def _blocks(self, index: int, row: RowCall) -> Iterable[list[Segment]]:
+        history, stamp, made = self._made.get(index, (None, None, {}))
+        assert self.key.arena is not None
+        assert self.value.arena is not None
+        now = self.key.arena, self.key.arena.stamp, self.value.arena.stamp
+        if history is not row.history or stamp != now:
+            known = made if stamp == now else {}
+            made = {piece: known.get(piece) or self._of_piece(piece) for piece in row.history}
+            self._made[index] = row.history, now, made
+        return made.values()
 
-    def _of_piece(self, piece: Any) -> list[Segment]:
+    def _of_piece(self, piece: Piece) -> list[Segment]:
         key, value = self.key, self.value
         assert key.arena is not None
         assert value.arena is not None

@@ -32,7 +32,7 @@ _FORMAT = struct.Struct("6q")
 _REST = struct.Struct("6q")  # extra, blocks, tokens, first, stop, causal
 
 _formats: dict[tuple[int, ...], ctypes.Array[ctypes.c_char]] = {}  # a few, for ever
-_packed: WeakKeyDictionary[Sealed, bytes] = WeakKeyDictionary()
+_packed: WeakKeyDictionary[Segment, bytes] = WeakKeyDictionary()
 
 
 @lru_cache(maxsize=1)
@@ -112,32 +112,42 @@ def _served(segment: Segment) -> bool:
 
 
 def _pack(segment: Segment) -> bytes:
-    """A segment as the library reads it. Those of blocks are kept: they are the same at every step."""
-    if isinstance(segment, Dense):
-        keys, values = segment.keys, segment.values
-        formats = (_format(_KINDS[states.dtype], 0, 0, 0, states.shape[2], 0) for states in (keys, values))
-        step = DENSE_STEP
-        return b"".join(
-            (
-                struct.pack("2q", *formats),
-                _dense_side(keys, step),
-                _dense_side(values, step),
-                _REST.pack(0, -(-segment.tokens // step), step, 0, segment.tokens, int(segment.causal)),
-            )
+    """A segment as the library reads it. All but the newest tokens are kept: they are the same at every step."""
+    if isinstance(segment, Dense) and segment.causal:
+        return _pack_dense(segment)
+    found = _packed.get(segment)
+    if found is None:
+        found = _pack_dense(segment) if isinstance(segment, Dense) else _pack_sealed(segment)
+        _packed[segment] = found
+    return found
+
+
+def _pack_dense(segment: Dense) -> bytes:
+    keys, values = segment.keys, segment.values
+    formats = (_format(_KINDS[states.dtype], 0, 0, 0, states.shape[2], 0) for states in (keys, values))
+    step = DENSE_STEP
+    return b"".join(
+        (
+            struct.pack("2q", *formats),
+            _dense_side(keys, step),
+            _dense_side(values, step),
+            _REST.pack(0, -(-segment.tokens // step), step, 0, segment.tokens, int(segment.causal)),
         )
-    if segment not in _packed:
-        sides = ((segment.key, segment.keys), (segment.value, segment.values))
-        formats = (_format_of(codec, fields, dim) for (codec, fields), dim in zip(sides, segment.dims, strict=True))
-        extra = 0 if segment.extra is None else segment.extra.data_ptr()
-        blocks = len(next(iter(segment.keys.values())))
-        _packed[segment] = b"".join(
-            (
-                struct.pack("2q", *formats),
-                *(_sealed_side(fields) for _, fields in sides),
-                _REST.pack(extra, blocks, segment.block_tokens, segment.first, segment.stop, 0),
-            )
+    )
+
+
+def _pack_sealed(segment: Sealed) -> bytes:
+    sides = ((segment.key, segment.keys), (segment.value, segment.values))
+    formats = (_format_of(codec, fields, dim) for (codec, fields), dim in zip(sides, segment.dims, strict=True))
+    extra = 0 if segment.extra is None else segment.extra.data_ptr()
+    blocks = len(next(iter(segment.keys.values())))
+    return b"".join(
+        (
+            struct.pack("2q", *formats),
+            *(_sealed_side(fields) for _, fields in sides),
+            _REST.pack(extra, blocks, segment.block_tokens, segment.first, segment.stop, 0),
         )
-    return _packed[segment]
+    )
 
 
 def _dense_side(states: Tensor, step: int) -> bytes:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..codecs import Codec, Fields
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dense:
     """``keys`` and ``values`` ``[heads, tokens, dim]`` of any float dtype, each with a dim of its own.
 

@@ -27,7 +27,7 @@ def storage_bytes(cache: Any) -> int:
     for layer in cache.layers:
         if hasattr(layer, "key"):
             for history in (layer.key, layer.value):
-                held = [*history.tails, *history.arena.storages(), *history.arena.raw.values()]
+                held = [*(tail.room for tail in history.tails), *history.arena.storages(), *history.arena.raw.values()]
                 total += sum(tensor.nbytes for tensor in held)
         elif isinstance(getattr(layer, "keys", None), torch.Tensor):
             total += layer.keys.nbytes + layer.values.nbytes

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <new>
+
 #include "kvq.h"
 
 #ifdef _OPENMP
