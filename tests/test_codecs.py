@@ -243,6 +243,16 @@ def test_a_constant_channel_among_others_is_recovered():
     assert (decoded[..., 5] == 100.0).all()
 
 
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_zeros_of_two_signs_are_one(bits, axis):
+    """Which of them is the lower depends on the machine, and bytes must not."""
+    x = torch.tensor([0.0, -0.0, 1.0])[torch.randint(3, (3, 2, 64, 64))]
+    x[0] = -0.0
+    zero = Affine(bits, axis).encode(x)["zero"]
+    assert not zero[zero == 0].signbit().any()
+
+
 @given(bits=st.sampled_from([1, 2, 4, 8]), dim=st.integers(1, 70), seed=st.integers(0, 99))
 @settings(deadline=None)
 def test_packing_roundtrip(bits, dim, seed):

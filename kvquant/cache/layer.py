@@ -22,6 +22,8 @@ from ..arena import Arena, SlotPool
 from ..blocks import CompressedTensor
 from ..codecs import Codec, Fields
 from ..errors import CacheStateError
+from ..kernels import decode, encode
+from ..kernels.coding import CHUNK_ELEMENTS
 from .rows import Call, Piece, Row, RowCall
 from .tail import Tail
 
@@ -30,8 +32,6 @@ Offset = Callable[[Tensor, Tensor], Tensor]
 
 ``like`` gives dtype and device of the states.
 """
-
-CHUNK_ELEMENTS = 1 << 20  # codecs work on at most about this many values at once, to stay in the CPU's caches
 
 
 class History:
@@ -180,19 +180,21 @@ class History:
         for piece in row.history:
             first, offset = piece.first, piece.offset
             for fields in _chunks(self.arena.read(piece.run), out.shape[0] * self.block_tokens * out.shape[2]):
-                dtype = out.dtype if self.offset is None else torch.float32
-                blocks = self.codec.decode(fields, out.shape[2], dtype).transpose(0, 1)  # [heads, n, tokens, dim]
-                count = min(piece.stop - first, blocks.shape[1] * self.block_tokens - offset)
+                many = len(next(iter(fields.values())))
+                count = min(piece.stop - first, many * self.block_tokens - offset)
                 target = out[:, first : first + count]
-                if self.offset is not None:
-                    tokens = blocks.flatten(1, 2)[:, offset : offset + count]
-                    limit = torch.finfo(out.dtype).max
-                    known = self.offset(row.positions[first : first + count], out)
-                    target.copy_((tokens + known).clamp_(-limit, limit))
-                elif count == blocks.shape[1] * self.block_tokens:
-                    torch.unflatten(target, 1, blocks.shape[1:3]).copy_(blocks)
+                if self.offset is None and count == many * self.block_tokens:
+                    blocks = torch.unflatten(target, 1, (many, self.block_tokens)).transpose(0, 1)
+                    decode(self.codec, fields, out.shape[2], out.dtype, out=blocks)
                 else:
-                    target.copy_(blocks.flatten(1, 2)[:, offset : offset + count])
+                    dtype = out.dtype if self.offset is None else torch.float32
+                    blocks = decode(self.codec, fields, out.shape[2], dtype)  # [n, heads, tokens, dim]
+                    tokens = blocks.transpose(0, 1).flatten(1, 2)[:, offset : offset + count]
+                    if self.offset is not None:
+                        limit = torch.finfo(out.dtype).max
+                        known = self.offset(row.positions[first : first + count], out)
+                        tokens = (tokens + known).clamp_(-limit, limit)
+                    target.copy_(tokens)
                 first, offset = first + count, 0
             if piece.first < self.sink_tokens:
                 stop = min(piece.stop, self.sink_tokens)
@@ -209,9 +211,7 @@ class History:
                 batches.append(self._cut(self.tails[index].tokens[:, : row.sealing], row))
                 self.tails[index] = self.tails[index].after(row.sealing)
         blocks = torch.cat(batches) if len(batches) > 1 else batches[0]
-        step = max(1, CHUNK_ELEMENTS // blocks[0].numel())
-        encoded = [self.codec.encode(part) for part in torch.split(blocks, step)]
-        self.arena.write(call.runs, {name: torch.cat([part[name] for part in encoded]) for name in encoded[0]})
+        self.arena.write(call.runs, encode(self.codec, blocks))
         self.encode_seconds += time.perf_counter() - started
 
     def _cut(self, tokens: Tensor, row: RowCall) -> Tensor:
@@ -232,8 +232,9 @@ class History:
         place = row.sealed % self.block_tokens
         if place:
             tokens = torch.cat((tokens[:, :1].expand(-1, place, -1), tokens), dim=1)
-        blocks = torch.unflatten(tokens, 1, (-1, self.block_tokens)).transpose(0, 1).contiguous()
+        blocks = torch.unflatten(tokens, 1, (-1, self.block_tokens)).transpose(0, 1)
         if sinks and self.sink_tokens < self.block_tokens:
+            blocks = blocks.clone(memory_format=torch.contiguous_format)
             blocks[0, :, : self.sink_tokens] = blocks[0, :, self.sink_tokens, None]
         return blocks
 

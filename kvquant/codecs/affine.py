@@ -130,8 +130,8 @@ class Affine:
 
     def _range(self, x: Tensor, reduced: int) -> tuple[Tensor, Tensor]:
         """What the lowest and the highest code of each group stand for."""
-        # aminmax takes ten times as long on a CPU
-        low, high = x.amin(reduced, keepdim=True), x.amax(reduced, keepdim=True)
+        # aminmax takes ten times as long on a CPU. Which zero of two these give depends on the machine: it becomes +0.
+        low, high = x.amin(reduced, keepdim=True).add_(0.0), x.amax(reduced, keepdim=True).add_(0.0)
         if self.bits == 8 or (self.bits == 4 and not self._fits):
             return low, high
         zero, scale = low, (high - low) / self._top

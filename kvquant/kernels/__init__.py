@@ -1,4 +1,4 @@
-"""Attention over codes, by the fastest means at hand; the only place that knows compiled code."""
+"""Codes made, read and attended to by the fastest means at hand; the only place that knows compiled code."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import eager, gpu, native, wide
+from .coding import decode, encode
 from .segments import Dense, Sealed, Segment
 
-__all__ = ["Dense", "Sealed", "Segment", "attend"]
+__all__ = ["Dense", "Sealed", "Segment", "attend", "decode", "encode"]
 
 
 def attend(

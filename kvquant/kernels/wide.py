@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .coding import decode
 from .eager import merge, parts_of
 from .segments import Dense, Segment
 
@@ -41,7 +42,7 @@ def attend(
                 mask = torch.arange(part.tokens) <= own[:, None]
         else:
             keys, values = (
-                codec.decode(fields, dim, query.dtype).transpose(0, 1).flatten(1, 2)[:, part.first : part.stop]
+                decode(codec, fields, dim, query.dtype).transpose(0, 1).flatten(1, 2)[:, part.first : part.stop]
                 for codec, fields in ((part.key, part.keys), (part.value, part.values))
             )
             mask = None

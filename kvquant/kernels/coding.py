@@ -1,0 +1,41 @@
+"""Encoding and decoding of blocks: by the compiled library where it can, else by the codec's own methods.
+
+Codes are the same either way, bit for bit: content keys stand for them, whichever machine made them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..codecs import Codec, Fields
+from ..codecs.affine import Affine
+from . import native_codecs
+
+CHUNK_ELEMENTS = 1 << 20  # codecs work on at most about this many values at once, to stay in the CPU's caches
+
+
+def encode(codec: Codec, blocks: Tensor) -> Fields:
+    """See `Codec.encode`; ``blocks`` ``[n, heads, tokens, dim]`` may have any strides."""
+    if isinstance(codec, Affine) and native_codecs.serves(codec, blocks):
+        fields = native_codecs.encode(codec, blocks)
+        if fields is not None:
+            return fields
+    step = max(1, CHUNK_ELEMENTS // max(1, blocks[:1].numel()))
+    encoded = [codec.encode(part.contiguous()) for part in torch.split(blocks, step)]
+    return {name: torch.cat([part[name] for part in encoded]) for name in encoded[0]} if encoded[1:] else encoded[0]
+
+
+def decode(codec: Codec, fields: Fields, dim: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """See `Codec.decode`; into ``out`` ``[n, heads, tokens, dim]`` of ``dtype``, in any strides, if it is given.
+
+    The library undoes a rotation by additions, in the order in which they were made, where the codec's own method
+    takes a matrix product: there the two differ by what float32 rounds, which the next rounding to 16 bits mostly
+    hides. All else is equal bit for bit.
+    """
+    if isinstance(codec, Affine) and native_codecs.serves(codec, fields["codes"]):
+        target = torch.empty((*fields["codes"].shape[:3], dim), dtype=dtype) if out is None else out
+        if native_codecs.decode(codec, fields, target):
+            return target
+    decoded = codec.decode(fields, dim, dtype)
+    return decoded if out is None else out.copy_(decoded)

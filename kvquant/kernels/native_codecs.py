@@ -1,0 +1,138 @@
+"""The affine codec as the compiled library has it (``csrc/codecs.cpp``), called through a plain C interface."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..codecs import Fields, Layout
+from ..codecs.affine import Affine
+from . import native
+
+FEW = 1 << 15  # values that one thread takes by itself: waking another costs as much
+
+_KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_STORED = [[torch.uint8, parameters, parameters] for parameters in (torch.float16, torch.float32)]
+_FORMAT = struct.Struct("6q")
+_STATES = struct.Struct("8q")
+_FIELDS = struct.Struct("4q")
+_WIDE = 1  # of a block, as csrc/codecs.h numbers it; what is above is left to the codec's own method
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The library, None where it was not built or cannot do this."""
+    found = native.library()
+    if found is None or not hasattr(found, "kvq_encode"):
+        return None
+    word, address = ctypes.c_int64, ctypes.c_void_p
+    found.kvq_encode.restype = found.kvq_decode.restype = word
+    found.kvq_encode.argtypes = [address, address, address, address, word, word]
+    found.kvq_decode.argtypes = [address, address, address, word, word]
+    return found
+
+
+def serves(codec: Affine, given: Tensor) -> bool:
+    """Whether the library has this codec for blocks, or codes, that lie where ``given`` does."""
+    known = type(codec) is Affine and codec.bits in (8, 4, 3, 2)
+    return known and given.device.type == "cpu" and library() is not None
+
+
+def encode(codec: Affine, blocks: Tensor, level: int | None = None) -> Fields | None:
+    """The fields of `Affine.encode`, bit for bit; None if that must do it.
+
+    ``blocks`` is ``[n, heads, tokens, dim]`` in any strides. Left to the codec's own method are dtypes other than
+    float32, bfloat16 and float16, values that are not finite or from 2^50 on, and shapes it refuses. ``level`` picks
+    an instruction set (an index of `native.ISAS`) other than the best.
+    """
+    layout = _layout(codec, blocks)
+    if layout is None:
+        return None
+    found = library()
+    assert found is not None
+    if blocks.stride(3) != 1:
+        blocks = blocks.contiguous()
+    count, dim = len(blocks), blocks.shape[3]
+    fields = {name: torch.empty((count, *shape), dtype=dtype) for name, (shape, dtype) in layout.items()}
+    seen = torch.zeros(count, dtype=torch.uint8)
+
+    def fill() -> int:
+        failed = found.kvq_encode(
+            _format(codec, dim),
+            _states(blocks),
+            _fields(fields),
+            seen.data_ptr(),
+            _threads(blocks),
+            native.isa() if level is None else level,
+        )
+        if failed:
+            raise MemoryError("no memory to encode blocks")
+        return int(seen.max()) if count else 0
+
+    worst = fill()
+    if worst > _WIDE:
+        return None
+    if worst == _WIDE:
+        fields |= {name: fields[name].float() for name in ("scale", "zero")}
+        fill()
+    return fields
+
+
+def decode(codec: Affine, fields: Fields, out: Tensor, level: int | None = None) -> bool:
+    """Decode as `Affine.decode` does into ``out`` ``[n, heads, tokens, dim]`` in any strides; False if that must.
+
+    The result is the same bit for bit, but for the rotation: see `coding.decode`.
+    """
+    layout = _layout(codec, out)
+    if layout is None or out.stride(3) != 1:
+        return False
+    if any(fields[name].shape != (len(out), *shape) for name, (shape, _) in layout.items()):
+        return False
+    if [fields[name].dtype for name in layout] not in _STORED:
+        return False
+    found = library()
+    assert found is not None
+    fields = {name: field.contiguous() for name, field in fields.items()}
+    failed = found.kvq_decode(
+        _format(codec, out.shape[3]),
+        _fields(fields),
+        _states(out),
+        _threads(out),
+        native.isa() if level is None else level,
+    )
+    if failed:
+        raise MemoryError("no memory to decode blocks")
+    return True
+
+
+def _layout(codec: Affine, states: Tensor) -> Layout | None:
+    """Of the fields of ``[n, heads, tokens, dim]``; None if the library does not have such states."""
+    _, heads, tokens, dim = states.shape
+    if states.dtype not in _KINDS or not dim or (codec.axis == "channel" and tokens % codec.group):
+        return None
+    return codec.layout(heads, tokens, dim, states.dtype)
+
+
+def _threads(states: Tensor) -> int:
+    return torch.get_num_threads() if states.numel() > FEW else 1
+
+
+def _format(codec: Affine, dim: int) -> bytes:
+    per_token = codec.axis == "token"
+    group = codec.channel_group(dim) if per_token else codec.group
+    return _FORMAT.pack(0, codec.bits, per_token, group, dim, codec.rotate == "hadamard")
+
+
+def _states(states: Tensor) -> bytes:
+    size = states.element_size()
+    strides = (stride * size for stride in states.stride()[:3])
+    return _STATES.pack(states.data_ptr(), _KINDS[states.dtype], *strides, *states.shape[:3])
+
+
+def _fields(fields: Fields) -> bytes:
+    wide = fields["scale"].dtype == torch.float32
+    return _FIELDS.pack(*(fields[name].data_ptr() for name in ("codes", "scale", "zero")), wide)
