@@ -1,21 +1,23 @@
-"""The Triton kernels against the oracle and the codecs: interpreted on the CPU where there is no GPU."""
+"""Triton attention against the oracle, and models that use it: interpreted on the CPU where there is no GPU."""
 
 from __future__ import annotations
 
+import itertools
 import os
-import subprocess
-import sys
-from pathlib import Path
+import random
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvquant import get_codec
+import kvquant
+from kvquant import KVQuantCache, PrecisionPolicy, get_codec
 from kvquant.attention import reference
-from kvquant.kernels import Dense, Sealed, gpu
-from kvquant.testing import assert_same_fields, relative_rms
+from kvquant.kernels import Dense, Memo, Sealed, gpu, gpu_attention
+from kvquant.testing import relative_rms
+from tests.models import feed, generate, prompt, tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,151 +25,225 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":  # see conftes
     pytest.skip("neither a GPU nor Triton's interpreter", allow_module_level=True)
 
 
+@pytest.fixture(autouse=True)
+def few_items(monkeypatch):
+    if DEVICE == "cpu":  # each takes long to be interpreted
+        monkeypatch.setattr(gpu_attention, "config", gpu_attention.config._replace(programs=1, waves=1))
+
+
+LIMIT = 1e-3  # queries, weights and decoded values are rounded to float16, 11 bits
+
+
+def check(outputs, logs, query, rows, dim, sinks=None, **how):
+    """Each row against the oracle in float64."""
+    for number, row in enumerate(rows):
+        expected, expected_logs = reference.attend(query[number], row, dim, **how, dtype=torch.float64)
+        if sinks is not None:
+            expected = expected * torch.sigmoid(expected_logs - sinks)[..., None]
+            expected_logs = torch.logaddexp(expected_logs, sinks.double())
+        assert (logs[number] - expected_logs).abs().max() <= LIMIT
+        assert outputs[number].shape == expected.shape
+        assert relative_rms(outputs[number], expected) <= LIMIT
+
+
+def slabs(codec, heads, tokens, width, count, size=1.0):
+    """Fields of ``count`` blocks, as an arena holds them."""
+    return {name: f.contiguous() for name, f in codec.encode(size * random_(count, heads, tokens, width)).items()}
+
+
+def random_(*shape, dtype=torch.float32):
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def cut(fields, first, stop):
+    return {name: field[first:stop] for name, field in fields.items()}
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_every_kind_of_codes(bits):
+    """Both sides at a width of codes, along both axes, rotated or not."""
+    torch.manual_seed(bits)
+    axes, turns = ("channel", "token"), ("none", "hadamard")
+    for key_axis, key_turn, value_axis, value_turn in itertools.product(axes, turns, axes, turns):
+        key = get_codec(f"int{bits}/{key_axis}/g16/{key_turn}", "key", 32)
+        value = get_codec(f"int{bits}/{value_axis}/g16/{value_turn}", "value", 32)
+        run = Sealed(key, value, slabs(key, 1, 32, 48, 2), slabs(value, 1, 32, 48, 2), (48, 48), 32, 4, 64)
+        query, how = random_(1, 2, 48), {"scale": 0.2, "softcap": 0.0, "news": 1}
+        output, logs = gpu_attention.attend(query, [run], 48, **how)
+        check(output[None], logs[None], query[None], [[run]], 48, **how)
+
+
 @st.composite
-def codecs(draw, role, tokens, bits=(8, 4, 2)):
+def codecs(draw, role, tokens):
+    bits = draw(st.sampled_from([8, 4, 3, 2]))
     axis, rotate = draw(st.sampled_from(["channel", "token"])), draw(st.sampled_from(["none", "hadamard"]))
     group = draw(st.sampled_from([g for g in (8, 16, 24, 32, 48, 64) if axis == "token" or tokens % g == 0]))
-    options = {"codec": f"int{draw(st.sampled_from(bits))}", "axis": axis, "group": group, "rotate": rotate}
-    return get_codec(options, role, tokens)
+    return get_codec({"codec": f"int{bits}", "axis": axis, "group": group, "rotate": rotate}, role, tokens)
 
 
 @st.composite
-def problems(draw, lengths=(1, 1, 2, 5), kinds=(8, 4, 2)):
-    """(query, segments, value dim, settings)."""
+def batches(draw, shapes=((1, 1), (2, 1), (3, 1), (8, 1), (2, 3))):
+    """(query, rows, value dim, sinks, settings): rows of runs from two slabs in any order, tokens as they are, a tail.
+
+    Sometimes parameters are float32, codes are of several kinds, or there are none.
+    """
     torch.manual_seed(draw(st.integers(0, 2**31)))
-    heads, group, new = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 7])), draw(st.sampled_from(lengths))
+    chance = random.Random(draw(st.integers(0, 2**31)))
+    heads, (group, new) = draw(st.integers(1, 2)), draw(st.sampled_from(shapes))
     dim = draw(st.sampled_from([8, 15, 32, 48, 64, 80, 81, 96, 128]))
-    widths = dim, draw(st.sampled_from([dim, dim, 64]))
-    tokens, count = draw(st.sampled_from([8, 32, 48, 64, 72])), draw(st.integers(1, 3))
-    both = [draw(codecs(role, tokens, kinds)) for role in ("key", "value")]
-    size = draw(st.sampled_from([1.0, 1.0, 1e6]))  # beyond float16: float32 parameters
-    fields = [
-        codec.encode((torch.randn(count, heads, tokens, width) * (size if codec is both[1] else 1.0)).to(DEVICE))
-        for codec, width in zip(both, widths, strict=True)
+    widths, tokens = (dim, draw(st.sampled_from([dim, dim, 64]))), draw(st.sampled_from([8, 32, 48, 64, 72]))
+    kinds = [
+        [draw(codecs(role, tokens)) for role in ("key", "value")] for _ in range(draw(st.sampled_from([1, 1, 2])))
     ]
-    if draw(st.booleans()):  # as in a slab: every second of a block's neighbours is another's
-        fields = [{name: f.repeat_interleave(2, 0)[::2] for name, f in side.items()} for side in fields]
-    first, left = draw(st.sampled_from([0, 4, tokens + 3])), draw(st.sampled_from([0, 3]))
-    stop = count * tokens - left
-    extra = torch.randn(count, heads, group * new, tokens, device=DEVICE) if draw(st.booleans()) else None
-    run = Sealed(*both, *fields, widths, tokens, min(first, stop - 1), stop, 0, extra)
-    others = [
-        Dense(*(torch.randn(heads, n, width, device=DEVICE) for width in widths), causal=causal)
-        for n, causal in ((4, False), (new + 3, True))
-    ]
-    segments = draw(st.sampled_from([[run], [run], [others[0], run, others[1]], [run, run]]))
-    query = torch.randn(heads, group * new, dim, device=DEVICE)
+    if draw(st.integers(0, 5)) == 5:
+        kinds.append([get_codec("fp16", role) for role in ("key", "value")])
+    size = draw(st.sampled_from([1.0, 1.0, 1e6]))
+    held = []
+    for both in kinds:
+        sizes = (1.0, 1.0), (1.0, size)  # only the second slab is beyond float16
+        for scales in sizes:
+            fields = [slabs(c, heads, tokens, w, 4, s) for c, w, s in zip(both, widths, scales, strict=True)]
+            held.append((both, fields))
+    with_extra, dtype = draw(st.booleans()), draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        row = [Dense(*(random_(heads, 4, width, dtype=dtype) for width in widths))] if chance.random() < 0.5 else []
+        for _ in range(chance.randrange(4)):
+            both, fields = chance.choice(held)
+            start = chance.randrange(3)
+            stop = chance.randrange(start + 1, 5)
+            count = (stop - start) * tokens
+            first, last = chance.choice([0, 0, 4, tokens - 1]), count - chance.choice([0, 0, 3])
+            extra = (
+                random_(stop - start, heads, group * new, tokens) if with_extra and both[0].name != "fp16" else None
+            )
+            parts = (cut(side, start, stop) for side in fields)
+            row.append(Sealed(*both, *parts, widths, tokens, min(first, last - 1), last, 0, extra))
+        if chance.random() < 0.8 or not row:
+            tail = new + chance.choice([0, 3, 130])
+            row.append(Dense(*(random_(heads, tail, width, dtype=dtype) for width in widths), causal=True))
+        rows.append(row)
+    query = random_(len(rows), heads, group * new, dim)
+    sinks = random_(heads, group * new) if draw(st.booleans()) else None
     softcap = draw(st.sampled_from([0.0, 0.0, 5.0]))
-    return query, segments, widths[1], {"scale": dim**-0.5, "softcap": softcap, "news": new}
+    return query, rows, widths[1], sinks, {"scale": dim**-0.5, "softcap": softcap, "news": new}
 
 
-def check(problem, limit):
-    query, segments, dim, given_ = problem
-    assert gpu.serves(query, segments)
-    output, logs = gpu.attend(query, segments, dim, **given_)
-    expected, expected_logs = reference.attend(query, segments, dim, **given_, dtype=torch.float64)
-    assert output.shape == expected.shape
-    assert output.dtype == logs.dtype == torch.float32
-    assert relative_rms(output, expected) <= limit
-    assert (logs - expected_logs).abs().max() <= limit * 10
-
-
-@settings(deadline=None, max_examples=60)
-@given(problems())
-def test_attention(problem):
-    check(problem, 1e-4)
-
-
-@settings(deadline=None, max_examples=20)
-@given(problems())
-def test_attention_by_tensor_cores(problem):
-    """As a GPU multiplies: by pairs of bfloat16."""
+@settings(deadline=None, max_examples=8)
+@given(batches(), st.sampled_from([1, 1, 1, 16]))
+def test_batches(batch, waves):
+    """Also from few items and from many, and again with other queries and scores by what was planned."""
+    query, rows, dim, sinks, how = batch
+    memo = Memo()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "_in_halves", lambda query: 1 if query.is_cuda else 2)
-        check(problem, 1e-4)
+        patch.setattr(gpu_attention, "config", gpu_attention.config._replace(programs=1, waves=waves))
+        outputs, logs = gpu_attention.attend_rows(query, rows, dim, **how, sinks=sinks, memo=memo)
+        check(outputs, logs, query, rows, dim, sinks, **how)
+        plan = memo.plan
+        rows = [[other(segment) for segment in row] for row in rows]
+        query = random_(*query.shape)
+        outputs, logs = gpu_attention.attend_rows(query, rows, dim, **how, sinks=sinks, memo=memo)
+        check(outputs, logs, query, rows, dim, sinks, **how)
+        assert memo.plan is plan
 
 
-@settings(deadline=None, max_examples=6)
-@given(problems(lengths=(20, 60)))
-def test_attention_of_many_queries(problem):
-    check(problem, 1e-4)
+def other(segment):
+    """The same memory, other scores to add; of the newest tokens, others."""
+    if isinstance(segment, Sealed):
+        return segment if segment.extra is None else replace(segment, extra=torch.randn_like(segment.extra))
+    if not segment.causal:
+        return segment
+    return Dense(torch.randn_like(segment.keys), torch.randn_like(segment.values), causal=True)
 
 
-@st.composite
-def blocks(draw, kinds):
-    """A codec and blocks for it."""
-    torch.manual_seed(draw(st.integers(0, 2**31)))
-    tokens, dim = draw(st.sampled_from([8, 32, 48, 64, 72])), draw(st.sampled_from([8, 15, 64, 80, 96, 128]))
-    codec = draw(codecs(draw(st.sampled_from(["key", "value"])), tokens, kinds))
-    x = torch.randn(draw(st.integers(1, 3)), draw(st.integers(1, 2)), tokens, dim, device=DEVICE)
-    x = x * draw(st.sampled_from([1.0, 1e-6, 30.0])) + draw(st.sampled_from([0.0, 3.0]))
-    x[..., :2, :] = draw(st.sampled_from([0.0, 1.0])) * x[..., :2, :]
-    x = x.to(draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])))
-    return codec, x.transpose(1, 2).contiguous().transpose(1, 2) if draw(st.booleans()) else x
+@settings(deadline=None, max_examples=2)
+@given(batches(shapes=((1, 20), (2, 12))), st.sampled_from([1 << 15, 8]))
+def test_many_queries(batch, turn):
+    query, rows, dim, sinks, how = batch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_attention, "TURN", turn)
+        outputs, logs = gpu_attention.attend_rows(query, rows, dim, **how, sinks=sinks)
+    check(outputs, logs, query, rows, dim, sinks, **how)
 
 
-@settings(deadline=None, max_examples=40)
-@given(blocks((8, 4, 2)), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-def test_decoding(given_, dtype):
-    codec, x = given_
-    fields, dim = codec.encode(x), x.shape[3]
-    assert gpu.decodes(codec, fields)
-    decoded, expected = gpu.decode(codec, fields, dim, dtype), codec.decode(fields, dim, dtype)
-    assert decoded.dtype == dtype
-    assert decoded.shape == expected.shape
-    # Interpreted, what goes into bfloat16 is cut, not rounded.
-    assert relative_rms(decoded, expected) <= {torch.float32: 1e-6, torch.float16: 1e-4, torch.bfloat16: 2**-7}[dtype]
+def test_16_bit_queries_keep_their_dtype():
+    for dtype in (torch.float16, torch.bfloat16):
+        tail = Dense(*(random_(2, 9, 64, dtype=dtype) for _ in range(2)), causal=True)
+        query = random_(1, 2, 4, 64, dtype=dtype)
+        outputs, _ = gpu_attention.attend_rows(query, [[tail]], 64, scale=0.1)
+        expected, _ = reference.attend(query[0], [tail], 64, scale=0.1, dtype=torch.float64)
+        assert outputs.dtype == dtype
+        assert relative_rms(outputs[0], expected) <= 2**-7  # interpreted, what goes into bfloat16 is cut, not rounded
 
 
-@settings(deadline=None, max_examples=60)
-@given(blocks((8, 4)))
-def test_encoding(given_):
-    codec, x = given_
-    if not gpu.encodes(codec, x):
-        return
-    fields, expected = gpu.encode(codec, x), codec.encode(x)
-    for name, field in expected.items():
-        assert fields[name].dtype == field.dtype
-        assert fields[name].shape == field.shape
-    decoded, wanted = (codec.decode(each, x.shape[3], torch.float32) for each in (fields, expected))
-    if codec.rotate == "none":
-        scale, span = expected["scale"].float(), (x.shape[2] // expected["scale"].shape[2], expected["scale"].shape[3])
-        step = scale.repeat_interleave(span[0], 2).repeat_interleave(x.shape[3] // span[1], 3)
-        assert ((decoded - wanted).abs() <= 1.001 * step + 1e-6).all()
-    error, least = ((each - x.float()).square().mean().sqrt() for each in (decoded, wanted))
-    assert error <= 1.01 * least + 1e-7
-    if DEVICE == "cpu":  # a GPU fuses multiplications with additions
-        assert (fields["codes"] != expected["codes"]).float().mean() <= 1e-3
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, grid):
+        self.launches += 1
+        return self.kernel[grid]
 
 
-def test_encoding_of_what_float16_cannot_hold():
-    x = torch.randn(2, 2, 32, 64, device=DEVICE)
-    x[1] *= 1e6
-    for name in ("int4/channel/g32/none", "int8/token/g64/hadamard"):
-        codec = get_codec(name, "key", 32)
-        assert_same_fields(gpu.encode(codec, x), codec.encode(x))
+def test_a_batch_takes_two_launches(monkeypatch):
+    from kvquant.kernels import triton_attention, triton_merge
+
+    kernels = Counted(triton_attention.attend_kernel), Counted(triton_merge.merge_kernel)
+    monkeypatch.setattr(triton_attention, "attend_kernel", kernels[0])
+    monkeypatch.setattr(triton_merge, "merge_kernel", kernels[1])
+    key, value = get_codec("int4/channel/g16/none", "key", 16), get_codec("int4/token/g16/hadamard", "value", 16)
+    fields = [slabs(codec, 1, 16, 16, 16) for codec in (key, value)]
+    rows = []
+    for row in range(8):
+        runs = [[cut(side, at, at + 1) for side in fields] for at in range(row, 16, 8)]
+        sealed = [Sealed(key, value, *run, (16, 16), 16, 0, 16) for run in runs]
+        rows.append([Dense(random_(1, 4, 16), random_(1, 4, 16)), *sealed, Dense(*random_(2, 1, row + 1, 16), True)])
+    query, how = random_(8, 1, 2, 16), {"scale": 0.25, "softcap": 0.0, "news": 1}
+    check(*gpu_attention.attend_rows(query, rows, 16, **how), query, rows, 16, **how)
+    assert [kernel.launches for kernel in kernels] == [1, 1]
 
 
-def test_encoding_of_constants():
-    for constant in (0.0, -0.0, 100.0, 1e-7, -3.5):
-        x = torch.full((1, 2, 32, 64), constant, device=DEVICE)
-        for name in ("int4/channel/g32/none", "int4/token/g64/none", "int8/channel/g16/none", "int8/token/g16/none"):
-            codec = get_codec(name, "key", 32)
-            assert_same_fields(gpu.encode(codec, x), codec.encode(x))
+SMALL = {"block_tokens": 16, "recent_tokens": 16}
+POLICIES = [
+    PrecisionPolicy(name="int4", default={"key": "int4", "value": {"codec": "int4", "rotate": "hadamard"}}, **SMALL),
+    PrecisionPolicy(name="k8v3", default={"key": {"codec": "int8", "axis": "token"}, "value": "int3"}, **SMALL),
+    PrecisionPolicy(name="fp16", default={"key": "fp16", "value": "fp16"}, **SMALL),
+]
 
 
-def test_no_blocks():
-    codec = get_codec("int4/channel/g32/none", "key", 32)
-    fields = gpu.encode(codec, torch.randn(0, 2, 32, 64, device=DEVICE))
-    assert gpu.decode(codec, fields, 64, torch.float16).shape == (0, 2, 32, 64)
+@pytest.fixture
+def by_triton(monkeypatch):
+    """Kernels are the means on the CPU too."""
+    monkeypatch.setattr(gpu, "serves", gpu.runs_on)
 
 
-def test_kernels_compile_for_a_gpu(tmp_path):
-    """What the interpreter lets pass and the compiler does not, where there may be no GPU."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-W", "error", "-m", "tests.compile_kernels", "90"]
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert all("True" in line for line in done.stdout.splitlines() if "attend" in line)
+@pytest.mark.parametrize(("family", "policy"), [("gemma2", 0), ("gpt_oss", 1), ("llama", 2), ("qwen2", 0)])
+def test_models(family, policy, by_triton):
+    """A cap on scores (Gemma-2), sinks (gpt-oss) and key biases (Qwen2) among them."""
+    model, ids = tiny(family), prompt(43).to(DEVICE)
+    for name, parameter in model.named_parameters():
+        if name.endswith("k_proj.bias"):
+            torch.nn.init.normal_(parameter, std=3.0)
+    model.to(DEVICE)
+    dense = feed(model, KVQuantCache.for_model(model, POLICIES[policy]), ids, 40, 3)
+    kvquant.enable(model)
+    cache = KVQuantCache.for_model(model, POLICIES[policy])
+    streamed = feed(model, cache, ids, 40, 3)
+    assert not any(layer.segments.decoded for layer in cache._compressed())
+    assert bool(cache._compressed()[0].segments.bias) == (family in ("qwen2", "gpt_oss"))
+    assert (streamed - dense).norm() <= 5e-3 * dense.norm()
+
+
+def test_a_ragged_batch_of_a_model(by_triton):
+    model, ids = tiny("llama", num_hidden_layers=2).to(DEVICE), prompt(60, rows=2).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, :25] = 0
+    ids[mask == 0] = 0
+    kvquant.enable(model)
+    text = generate(model, KVQuantCache.for_model(model, POLICIES[0]), ids, new=2, attention_mask=mask)
+    kvquant.disable(model)
+    for row, start in enumerate((0, 25)):
+        alone = generate(model, KVQuantCache.for_model(model, POLICIES[0]), ids[row : row + 1, start:], new=2)
+        assert torch.equal(text[row, 60:], alone[0, 60 - start :])
