@@ -9,6 +9,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in the Makefile; read 
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is loaded, which other packages do too
+
 from tests.models import tiny
 
 

@@ -132,7 +132,8 @@ def test_blocks_are_looked_up_once_between_seals():
     for _ in range(3):
         feed(model, cache, ids[:, :1], 1)
         layer = cache.layers[0]
-        found.append([one for one in layer.segments._made[0][1] if isinstance(one, Sealed)])
+        made = layer.segments._made[0][2].values()
+        found.append([one for segments in made for one in segments if isinstance(one, Sealed)])
     assert found[0]
     assert all(a is b for one in found[1:] for a, b in zip(one, found[0], strict=True))
 

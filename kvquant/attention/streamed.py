@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ..kernels import Segment, attend
+from ..kernels import Memo, Segment, attend_rows
 
 
 def streamed_attention(
@@ -18,6 +17,7 @@ def streamed_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    memo: Memo | None = None,
 ) -> Tensor:
     """Softmax attention over ``segments`` of each row, merged by the log of their sums of exponentials.
 
@@ -26,18 +26,15 @@ def streamed_attention(
     `Dense` segment that is ``causal`` what is not after them. ``dim`` is that of the values if another than the
     keys', ``scale`` that of q·k (default ``key dim ** -0.5``); of the scaled product ``softcap · tanh(x / softcap)``
     is taken unless ``softcap`` is 0 (Gemma-2), and ``sinks`` ``[query heads]`` are logits of nothing in the softmax's
-    denominator (gpt-oss). Returns ``[rows, query heads, new, dim]`` in the query's dtype.
+    denominator (gpt-oss). Whoever asks about the same segments again keeps a ``memo``. Returns
+    ``[rows, query heads, new, dim]`` in the query's dtype.
     """
     rows, heads, new, key_dim = query.shape
     dim = key_dim if dim is None else dim
     scale = key_dim**-0.5 if scale is None else scale
-    outputs = []
-    for row, own in enumerate(segments):
-        kv_heads = own[0].heads
-        folded = query[row].reshape(kv_heads, heads // kv_heads * new, key_dim)
-        found, logs = attend(folded, own, dim, scale=scale, softcap=softcap, news=new)
-        if sinks is not None:
-            share = torch.sigmoid(logs.view(heads, new) - sinks.float()[:, None])
-            found = found.view(heads, new, dim) * share[..., None]
-        outputs.append(found.view(1, heads, new, dim).to(query.dtype))
-    return outputs[0] if rows == 1 else torch.cat(outputs)
+    kv_heads = segments[0][0].heads
+    folded = query.reshape(rows, kv_heads, heads // kv_heads * new, key_dim)
+    if sinks is not None:
+        sinks = sinks.float().view(kv_heads, -1, 1).expand(-1, -1, new).reshape(kv_heads, -1)
+    output = attend_rows(folded, segments, dim, scale=scale, softcap=softcap, news=new, sinks=sinks, memo=memo)
+    return output.view(rows, heads, new, dim)

@@ -287,6 +287,8 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         for layer in self._compressed():
             layer.key.clear()
             layer.value.clear()
+            if layer.segments is not None:
+                layer.segments.clear()
         for layer in self._foreign():
             layer.reset()
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ..attention.streamed import streamed_attention
 from ..errors import KVQuantWarning
-from ..kernels import Dense, Sealed, Segment
+from ..kernels import Dense, Memo, Sealed, Segment
 from ..keybias import BiasScores, KeyBias
 from .layer import Held, History
 from .rows import Call, Piece, RowCall
@@ -33,7 +33,13 @@ class Segments:
         self.masks = masks
         self.bias = BiasScores(key.offset, key.block_tokens) if isinstance(key.offset, KeyBias) else None
         self._made: dict[int, tuple[Any, Any, dict[Piece, list[Segment]]]] = {}  # by row
+        self.memo = Memo()
         self.decoded = 0
+
+    def clear(self) -> None:
+        """Let go of all blocks."""
+        self._made.clear()
+        self.memo = Memo()
 
     def of(self, keys: Held, values: Held, query: Tensor) -> list[list[Segment]]:
         """What each row's new tokens attend to, whose ``query`` is ``[rows, query heads, new, dim]``."""
@@ -128,6 +134,7 @@ def attend(plain: Attention, module: Any, query: Tensor, key: Tensor, value: Ten
         scale=given.get("scaling"),
         softcap=given.get("softcap") or 0.0,
         sinks=given.get("s_aux"),
+        memo=key.segments.memo,
     )
     return output.transpose(1, 2).contiguous(), None
 

@@ -32,7 +32,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 def unrotate(x: Tensor) -> Tensor:
     """Undo :func:`hadamard` on float32 ``[..., D]`` by one matrix product, several times faster."""
-    return torch.matmul(x, _matrix(x.shape[-1], x.device))
+    return torch.matmul(x, matrix(x.shape[-1], x.device))
 
 
 def _butterfly(columns: Tensor) -> Tensor:
@@ -46,5 +46,6 @@ def _butterfly(columns: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _matrix(dim: int, device: torch.device) -> Tensor:
+def matrix(dim: int, device: torch.device) -> Tensor:
+    """What rows are multiplied by to rotate them, or to undo it; float32."""
     return hadamard(torch.eye(dim)).to(device)

@@ -1,4 +1,4 @@
-"""Encoding and decoding of blocks: by the compiled library where it can, else by the codec's own methods.
+"""Encoding and decoding of blocks: by the compiled library or on a GPU where they can, else by the codec's methods.
 
 Codes are the same either way, bit for bit: content keys stand for them, whichever machine made them.
 """
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..codecs import Codec, Fields
 from ..codecs.affine import Affine
-from . import native_codecs
+from . import gpu, gpu_codecs, native_codecs
 
 CHUNK_ELEMENTS = 1 << 20  # codecs work on at most about this many values at once, to stay in the CPU's caches
+GPU_CHUNK_ELEMENTS = 1 << 26  # or, on a GPU, in some of its memory
 
 
 def encode(codec: Codec, blocks: Tensor) -> Fields:
@@ -21,7 +22,10 @@ def encode(codec: Codec, blocks: Tensor) -> Fields:
         fields = native_codecs.encode(codec, blocks)
         if fields is not None:
             return fields
-    step = max(1, CHUNK_ELEMENTS // max(1, blocks[:1].numel()))
+    if isinstance(codec, Affine) and gpu.serves(blocks) and gpu_codecs.encodes(codec, blocks):
+        return gpu_codecs.encode(codec, blocks)
+    most = GPU_CHUNK_ELEMENTS if blocks.is_cuda else CHUNK_ELEMENTS
+    step = max(1, most // max(1, blocks[:1].numel()))
     encoded = [codec.encode(part.contiguous()) for part in torch.split(blocks, step)]
     return {name: torch.cat([part[name] for part in encoded]) for name in encoded[0]} if encoded[1:] else encoded[0]
 
@@ -37,5 +41,7 @@ def decode(codec: Codec, fields: Fields, dim: int, dtype: torch.dtype, out: Tens
         target = torch.empty((*fields["codes"].shape[:3], dim), dtype=dtype) if out is None else out
         if native_codecs.decode(codec, fields, target):
             return target
+    if isinstance(codec, Affine) and gpu.serves(fields["codes"]) and gpu_codecs.decodes(codec, fields, dim):
+        return gpu_codecs.decode(codec, fields, dim, dtype, out)
     decoded = codec.decode(fields, dim, dtype)
     return decoded if out is None else out.copy_(decoded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -62,3 +63,10 @@ class Sealed:
 
 
 Segment = Dense | Sealed
+
+
+@dataclass
+class Memo:
+    """What was found out about segments, kept by whoever will ask about the same again."""
+
+    plan: Any = None
