@@ -11,13 +11,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from .bench import BenchRow
+from .bench.rows import BenchRow, Outcome
 from .doctor import Diagnosis
 from .options import format_context
 from .rows import Row
 
 # The attention's share of a forward grows with the past; at this many tokens it is taken to double the cost.
 _DOUBLING_TOKENS = 8192
+_NOTHING = "–"
+_VALUES = {  # what a bench calls its value, and how it is written
+    "attention": ("error", ".1e"),
+    "decode": ("ms for\nhistory", ".4g"),
+    "peers": ("ms for\nhistory", ".4g"),
+    "prefill": ("encoding", ".2%"),
+}
 
 
 def print_rows(console: Console, rows: Sequence[Row]) -> None:
@@ -59,16 +66,53 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def print_bench(console: Console, rows: Sequence[BenchRow]) -> None:
-    """One table, at most 80 columns wide."""
+def print_bench(console: Console, outcome: Outcome) -> None:
+    """A table per case, a line per subject, about 90 columns wide, of columns that have a number; failures below."""
+    for case in outcome.cases:
+        here = [row for row in outcome.rows if row.case == case.case]
+        told = [f"[bold]{format_context(case.case)} tokens[/bold]"]
+        if case.read_gb_per_second is not None:
+            told.append(f"read bandwidth {case.read_gb_per_second:.1f} GB/s")
+        if case.loaded:
+            told.append("[yellow]on a busy machine[/yellow]")
+        console.print(", ".join(told), highlight=False)
+        console.print(_bench_table([row for row in here if row.ms_median is not None]))
+        for subject, detail in {row.subject: row.detail for row in here if row.ms_median is None}.items():
+            console.print(f"{subject}: {detail}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print()
+
+
+def _bench_table(rows: Sequence[BenchRow]) -> Table:
+    baselines = {row.baseline: row.baseline_ms_median for row in rows}
+    lines = {row.subject: row for row in rows}  # of a subject's rows all but the baseline are alike
+    ratios = {(row.subject, row.baseline): row.ratio for row in rows}
     table = Table(box=None, pad_edge=False, collapse_padding=True)
-    table.add_column("policy", no_wrap=True, overflow="ellipsis")
-    for heading in ("tokens", "ms", rows[0].baseline, "ratio", "encoding"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        numbers = (row.ms_median, ".0f"), (row.baseline_ms_median, ".0f"), (row.ratio, ".3f"), (row.value, ".2%")
-        table.add_row(Text(row.subject), format_context(row.case), *(_number(*number) for number in numbers))
-    console.print(table)
+    table.add_column("subject", no_wrap=True, overflow="ellipsis")
+    columns: dict[str, list[str]] = {"ms": [_number(row.ms_median, ".4g") for row in lines.values()]}
+    for baseline in baselines:
+        columns[f"÷ {baseline}"] = [_number(ratios.get((subject, baseline)), ".3f") for subject in lines]
+    columns |= {
+        "MiB\nread": [_mib(row.bytes_moved) for row in lines.values()],
+        "of read\nbandwidth": [_number(row.bandwidth_fraction, ".0%") for row in lines.values()],
+        "peak\nMiB": [_mib(row.peak_bytes) for row in lines.values()],
+        _VALUES.get(rows[0].bench, ("value", ""))[0]: [
+            _number(row.value, _VALUES.get(row.bench, ("", ".3g"))[1]) for row in lines.values()
+        ],
+    }
+    shown = {name: cells for name, cells in columns.items() if set(cells) != {_NOTHING}}
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True)
+    # A baseline that is no line of its own, since nothing else is compared with.
+    for baseline in baselines.keys() - lines.keys():
+        cells = [_number(baselines[baseline], ".4g") if name == "ms" else _NOTHING for name in shown]
+        table.add_row(Text(baseline), *cells)
+    for index, subject in enumerate(lines):
+        table.add_row(Text(subject), *(cells[index] for cells in shown.values()))
+    return table
+
+
+def _mib(size: int | None) -> str:
+    return _number(None if size is None else size / 2**20, ".1f")
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
@@ -82,7 +126,7 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else format(value, form) + unit
+    return _NOTHING if value is None else format(value, form) + unit
 
 
 @contextmanager

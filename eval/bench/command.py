@@ -1,0 +1,109 @@
+"""The commands of `kvquant bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from ..terminal import (
+    EXIT_OK,
+    EXIT_ROWS,
+    JSON_HELP,
+    MODEL_HELP,
+    POLICIES_HELP,
+    DType,
+    only_our_output,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from ..ppl import Progress
+    from .rows import Outcome
+
+app = typer.Typer(help="Measure time, each result as a ratio to a baseline of the same run.")
+
+_Model = Annotated[str, typer.Option(help=MODEL_HELP)]
+_Policies = Annotated[str, typer.Option(help=POLICIES_HELP)]
+_Contexts = Annotated[
+    str, typer.Option(help="Tokens of history, e.g. 512,8K (K = 1024), however many the model takes.")
+]
+_Batch = Annotated[int, typer.Option(min=1, help="Rows, of different lengths around the context if several.")]
+_Steps = Annotated[int, typer.Option(min=1, help="Steps timed in each turn.")]
+_Repeats = Annotated[int, typer.Option(min=1, help="Turns of each subject; medians are taken over all.")]
+_DType = Annotated[DType, typer.Option(help="What the model computes in.")]
+_Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+
+_DECODE_HELP = """The time of one decode step of a model after a long history, and the memory it takes.
+
+[bold]Examples[/bold]
+
+  kvquant bench decode --model smollm2-135m --contexts 512,8K,32K --policies int4,int8
+
+  kvquant bench decode --model ./my-model --contexts 8K --batch 4 --json
+"""
+
+
+@app.command("decode", help=_DECODE_HELP)
+def decode(
+    context: typer.Context,
+    model: _Model,
+    contexts: _Contexts = "512,8K",
+    policies: _Policies = "int4,int8",
+    batch: _Batch = 1,
+    dtype: _DType = DType.bfloat16,
+    steps: _Steps = 3,
+    repeats: _Repeats = 5,
+    json: _Json = False,
+) -> int:
+    """See `_DECODE_HELP`."""
+    from .decode import DecodeOptions, run_decode
+
+    options = DecodeOptions(model, policies, contexts, batch, dtype.value, steps, repeats)
+    return _report(context, partial(run_decode, options), json)
+
+
+_PREFILL_HELP = """What compressing adds to, or saves of, the time of reading a prompt.
+
+[bold]Examples[/bold]
+
+  kvquant bench prefill --model smollm2-135m --policies int8,int4 --contexts 4K
+
+  kvquant bench prefill --model smollm2-135m --contexts 8K --chunk 512
+"""
+
+
+@app.command("prefill", help=_PREFILL_HELP)
+def prefill(
+    context: typer.Context,
+    model: _Model,
+    policies: _Policies = "int4",
+    contexts: Annotated[str, typer.Option(help="Prompt lengths in tokens, e.g. 2K,4096 (K = 1024).")] = "4K",
+    chunk: Annotated[str, typer.Option(metavar="TOKENS", help="Tokens per forward.")] = "4K",
+    repeats: _Repeats = 3,
+    dtype: _DType = DType.float32,
+    json: _Json = False,
+) -> int:
+    """See `_PREFILL_HELP`."""
+    from ..options import parse_tokens
+    from .prefill import PrefillOptions, run_prefill
+
+    options = PrefillOptions(model, policies, contexts, parse_tokens("--chunk", chunk), repeats, dtype.value)
+    return _report(context, partial(run_prefill, options), json)
+
+
+def _report(context: typer.Context, run: Callable[[Callable[[str], None], Progress], Outcome], json: bool) -> int:
+    """Runs a bench and prints what it found."""
+    from ..display import print_bench, progress
+
+    with only_our_output() as (console, say):
+        outcome = run(say, partial(progress, console))
+    if json:
+        print_json(context, outcome.rows, cases=[asdict(case) for case in outcome.cases])
+    else:
+        print_bench(Console(), outcome)
+    return EXIT_ROWS if any(row.ms_median is None for row in outcome.rows) else EXIT_OK
