@@ -38,6 +38,34 @@ _Repeats = Annotated[int, typer.Option(min=1, help="Turns of each subject; media
 _DType = Annotated[DType, typer.Option(help="What the model computes in.")]
 _Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
+_ATTENTION_HELP = """One layer's attention over a compressed history, by itself: time, bandwidth and error.
+
+[bold]Example[/bold]
+
+  kvquant bench attention --kv-heads 8 --q-heads 32 --head-dim 128 --tokens 32K --policies int4,int8
+"""
+
+
+@app.command("attention", help=_ATTENTION_HELP)
+def attention(
+    context: typer.Context,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Heads of keys and values.")] = 8,
+    q_heads: Annotated[int, typer.Option(min=1, help="Heads of queries, a multiple of --kv-heads.")] = 32,
+    head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")] = 128,
+    tokens: Annotated[str, typer.Option(help="Tokens of history and new ones together, e.g. 8K,32K.")] = "32K",
+    policies: _Policies = "int4,int8",
+    queries: Annotated[int, typer.Option(min=1, help="New tokens.")] = 1,
+    repeats: _Repeats = 15,
+    dtype: Annotated[DType, typer.Option(help="Of queries, and of keys and values as they are.")] = DType.bfloat16,
+    json: _Json = False,
+) -> int:
+    """See `_ATTENTION_HELP`."""
+    from .attention import AttentionOptions, run_attention
+
+    options = AttentionOptions(kv_heads, q_heads, head_dim, tokens, policies, queries, repeats, dtype.value)
+    return _report(context, partial(run_attention, options), json)
+
+
 _DECODE_HELP = """The time of one decode step of a model after a long history, and the memory it takes.
 
 [bold]Examples[/bold]
