@@ -95,6 +95,34 @@ def decode(
     return _report(context, partial(run_decode, options), json)
 
 
+_PEERS_HELP = """The same step through transformers' QuantizedCache: quanto and HQQ, where installed, and fp8.
+
+[bold]Example[/bold]
+
+  kvquant bench peers --model smollm2-135m --contexts 8K
+"""
+
+
+@app.command("peers", help=_PEERS_HELP)
+def peers(
+    context: typer.Context,
+    model: _Model,
+    contexts: _Contexts = "8K",
+    policies: _Policies = "int4",
+    batch: _Batch = 1,
+    dtype: _DType = DType.bfloat16,
+    steps: _Steps = 3,
+    repeats: _Repeats = 5,
+    json: _Json = False,
+) -> int:
+    """See `_PEERS_HELP`."""
+    from .decode import DecodeOptions
+    from .peers import run_peers
+
+    options = DecodeOptions(model, policies, contexts, batch, dtype.value, steps, repeats)
+    return _report(context, partial(run_peers, options), json)
+
+
 _PREFILL_HELP = """What compressing adds to, or saves of, the time of reading a prompt.
 
 [bold]Examples[/bold]

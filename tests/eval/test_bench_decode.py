@@ -1,4 +1,4 @@
-"""`kvquant bench decode` on tiny models: histories, steps that seal and others, rows, refusals."""
+"""`kvquant bench decode` and `peers` on tiny models: histories, steps that seal and others, rows, refusals."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from transformers import DynamicCache
 
 from kvquant import KVQuantCache
-from kvquant_eval.bench import decode, steps
+from kvquant_eval.bench import decode, peers, steps
 from kvquant_eval.bench.decode import FLOOR, STOCK, DecodeBench
 from kvquant_eval.bench.history import Decoder, Rows, held_bytes, plain_rows, seals
+from kvquant_eval.bench.peers import PEERS, Peer
 from kvquant_eval.bench.rows import DENSE
 from kvquant_eval.cli import run
 from kvquant_eval.exact import exact_cache
@@ -192,6 +193,45 @@ def test_rows(small_caches, llama):
     assert "slower: " in rows[DENSE, STOCK].detail
 
 
+def test_peers(small_caches, llama, monkeypatch):
+    def raising(model):
+        raise RuntimeError("shape\nerror")
+
+    broken, absent = Peer("broken", "fp8"), Peer("absent", "hqq", {"nbits": 4}, lambda: False, "some-package")
+    monkeypatch.setattr(Peer, "make", lambda self, model: raising(model) if self is broken else real(self, model))
+    monkeypatch.setattr(peers, "PEERS", (broken, absent, next(peer for peer in PEERS if peer.name == "fp8")))
+    outcome = DecodeBench(llama, [INT4], 50, 1, 1, 1).run("peers", peers._subjects, quiet)
+    rows = {row.subject: row for row in outcome.rows if row.baseline == STOCK}
+    assert rows["absent"].detail == "not installed: pip install some-package"
+    assert rows["broken"].detail == "RuntimeError: shape error"
+    for name in ("absent", "broken"):
+        assert (rows[name].ms_median, rows[name].ratio, rows[name].value) == (None, None, None)
+        assert rows[name].baseline_ms_median > 0
+    assert rows["fp8"].bench == "peers"
+    assert rows["fp8"].ratio > 0
+    assert rows["fp8"].bytes_moved == 50 * 4 * 2 * 2 * 16  # tokens, layers, keys and values, heads, channels
+
+
+real = Peer.make
+
+
+@pytest.mark.parametrize("peer", [peer for peer in PEERS if peer.installed()], ids=lambda peer: peer.name)
+def test_peers_that_are_installed(llama, peer):
+    bench = DecodeBench(llama, [], 300, 2, 2, 1)
+    for name, make in peers._subjects(bench):
+        if name.startswith(peer.name):
+            stepper = make()
+            assert len(stepper.run()) == (1 if "flush" in name else 2)
+            assert stepper.cache.get_seq_length() == bench.rows.width
+            assert stepper.nbytes < held_bytes(filled(bench))
+
+
+def filled(bench):
+    cache = DynamicCache(config=bench.model.config)
+    bench.decoder.fill(cache, bench.rows)
+    return cache
+
+
 def test_memory_is_what_caches_take(llama):
     context = 1 << 10
     needed = decode._memory(llama, [INT4, small_policy("fp16")], context)
@@ -223,6 +263,13 @@ def test_command_prints_json_or_a_table(small_caches, model_folder, policy_file,
     assert max(map(len, lines)) <= 100
 
 
+def test_command_tells_of_peers_that_are_missing(small_caches, model_folder, policy_file, monkeypatch, capsys):
+    monkeypatch.setattr(peers, "PEERS", (Peer("absent", "hqq", {"nbits": 4}, lambda: False, "some-package"),))
+    arguments = ["bench", "peers", "--model", str(model_folder), "--policies", str(policy_file("int4"))]
+    assert run([*arguments, "--contexts", "40", "--repeats", "1", "--steps", "1"]) == 1
+    assert "absent: not installed: pip install some-package" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -234,7 +281,7 @@ def test_command_prints_json_or_a_table(small_caches, model_folder, policy_file,
         (["--model", "./nothing"], "no such file or folder"),
     ],
 )
-@pytest.mark.parametrize("command", ["decode"])
+@pytest.mark.parametrize("command", ["decode", "peers"])
 def test_bad_input(model_folder, capsys, command, arguments, complaint):
     assert run(["bench", command, "--model", str(model_folder), *arguments]) == 2
     out, err = capsys.readouterr()
