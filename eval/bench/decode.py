@@ -4,7 +4,8 @@ A step for one new token reads every weight once and every key and value of the 
 their bytes over the memory's bandwidth. Weights are a floor that no cache can change: it is measured as a subject of
 its own, the step without a history. What is above it is the history's cost, grows with context and batch, and is what
 compression shrinks: int4 reads 0.28 of what bfloat16 does. ``value`` is that cost, and ``bandwidth_fraction`` the
-bytes of the history read in that time, as a share of the bandwidth measured between the same turns.
+bytes of the history read in that time, as a share of the bandwidth measured between the same turns; where noise is
+more than the cost there is none.
 
 Baselines are the `DynamicCache` that `generate` makes, attended as `generate` does (and copied as it grows), and the
 best of torch without compression: memory taken once, query heads folded (`dense`).
@@ -141,8 +142,7 @@ class DecodeBench:
             seconds = take_turns(turns, self.repeats, tick)
         read = seconds.pop(_READ)
         results = {name: self._result(stepper, seconds[name]) for name, stepper in steppers.items()}
-        floor = results[FLOOR].ms
-        assert floor is not None
+        floor = results[FLOOR]
         results = {name: _above(result, floor, reader.bandwidth(read)) for name, result in results.items()}
         results[DENSE] = best_of({name: results.pop(name) for name in FOLDED})
         for policy in self.policies:
@@ -224,13 +224,18 @@ def _how(model: Any) -> str:
     return "" if name.startswith("kvquant") else f"decoded for attention: the model's own ({name}) stays"
 
 
-def _above(result: Result, floor: float, bandwidth: float) -> Result:
-    """What is over the step without a history, and how fast the history was read in that time."""
+def _above(result: Result, floor: Result, bandwidth: float) -> Result:
+    """What is over the step without a history, and how fast the history was read in that time, if it tells anything.
+
+    It does where it is more than the middle half of either's runs differ by.
+    """
     assert result.ms is not None
-    cost = result.ms - floor
+    assert floor.ms is not None
     if not result.bytes_moved:
         return result
-    fraction = result.bytes_moved / (cost / 1e3) / bandwidth if cost > 0 else None
+    cost = result.ms - floor.ms
+    noise = max(high - low for low, high in (result.quartiles, floor.quartiles))
+    fraction = result.bytes_moved / (cost / 1e3) / bandwidth if cost > noise else None
     return replace(result, value=round(cost, 6), bandwidth_fraction=fraction)
 
 

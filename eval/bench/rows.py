@@ -76,6 +76,12 @@ class Result:
         """The median of its runs in milliseconds, to the nanosecond."""
         return round(1e3 * median(self.seconds), 6) if self.seconds else None
 
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Milliseconds between which the middle half of its runs took."""
+        low, _, high = quantiles(self.seconds, n=4, method="inclusive") if len(self.seconds) > 1 else 3 * self.seconds
+        return 1e3 * low, 1e3 * high
+
     def noted(self, *notes: str) -> Result:
         """The same with more to its detail."""
         return replace(self, detail="; ".join(note for note in (self.detail, *notes) if note))
@@ -122,12 +128,13 @@ def compare(bench: str, case: int, results: Mapping[str, Result], baselines: Seq
                 bandwidth_fraction=result.bandwidth_fraction,
                 peak_bytes=result.peak_bytes,
                 value=result.value,
-                detail=result.noted(_spread(result.seconds)).detail,
+                detail=result.noted(_spread(result)).detail,
             )
 
 
-def _spread(seconds: Sequence[float]) -> str:
-    if len(seconds) < 2:
-        return f"{len(seconds)} run" if seconds else ""
-    least, low, high = (1e3 * x for x in (min(seconds), *quantiles(seconds, n=4, method="inclusive")[::2]))
-    return f"median of {len(seconds)} runs, fastest {least:.4g} ms, half within {low:.4g}–{high:.4g}"
+def _spread(result: Result) -> str:
+    runs = len(result.seconds)
+    if runs < 2:
+        return f"{runs} run" if runs else ""
+    low, high = result.quartiles
+    return f"median of {runs} runs, fastest {1e3 * min(result.seconds):.4g} ms, half within {low:.4g}–{high:.4g}"

@@ -13,7 +13,7 @@ from kvquant_eval.bench import decode, peers, steps
 from kvquant_eval.bench.decode import FLOOR, STOCK, DecodeBench
 from kvquant_eval.bench.history import Decoder, Rows, held_bytes, plain_rows, seals
 from kvquant_eval.bench.peers import PEERS, Peer
-from kvquant_eval.bench.rows import DENSE
+from kvquant_eval.bench.rows import DENSE, Result
 from kvquant_eval.cli import run
 from kvquant_eval.exact import exact_cache
 from tests.models import tiny
@@ -184,13 +184,24 @@ def test_rows(small_caches, llama):
         if name != FLOOR:
             assert row.value == pytest.approx(row.ms_median - floor.ms_median, abs=1e-5)
             assert row.bytes_moved > 0
-            assert (row.bandwidth_fraction is None) == (row.value <= 0)
+            assert row.bandwidth_fraction is None or row.value > 0
     plain = plain_rows(INT4, bench.rows, 3)
     assert rows["int4", STOCK].bytes_moved == sum(map(stored, plain.lengths))
     assert "with one in 8 that seals" in rows["int4", STOCK].detail
     assert "median of 2 runs" in rows["int4 (sealing)", STOCK].detail
     assert "median of 4 runs" in rows["int4", STOCK].detail
     assert "slower: " in rows[DENSE, STOCK].detail
+
+
+def test_a_cost_within_the_noise_tells_nothing_of_bandwidth():
+    floor = Result((0.010, 0.011, 0.012))
+    slow, near = Result((0.031, 0.031), bytes_moved=1000), Result((0.0111, 0.0112), bytes_moved=1000)
+    found = decode._above(slow, floor, 1e6)
+    assert found.value == 20
+    assert found.bandwidth_fraction == pytest.approx(1000 / 0.020 / 1e6)
+    found = decode._above(near, floor, 1e6)
+    assert found.value == pytest.approx(0.15)
+    assert found.bandwidth_fraction is None
 
 
 def test_peers(small_caches, llama, monkeypatch):
