@@ -79,8 +79,8 @@ class Reader:
 
     def case(self, tokens: int, seconds: list[float], loaded: bool) -> Case:
         """What a bench tells of a case in whose turns the readings were."""
-        speed = round(self.bandwidth(seconds) / 1e9, 2)
-        return Case(tokens, loaded, speed, self.name, cache_bytes())
+        speed = f"{self.bandwidth(seconds) / 1e9:.4g}"
+        return Case(tokens, loaded, float(speed), self.name, cache_bytes())
 
 
 def check_memory(option: str, given: str, needed: int) -> None:
