@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,12 +21,6 @@ from .rows import Row
 # The attention's share of a forward grows with the past; at this many tokens it is taken to double the cost.
 _DOUBLING_TOKENS = 8192
 _NOTHING = "–"
-_VALUES = {  # what a bench calls its value, and how it is written
-    "attention": ("error", ".1e"),
-    "decode": ("ms for\nhistory", ".4g"),
-    "peers": ("ms for\nhistory", ".4g"),
-    "prefill": ("encoding", ".2%"),
-}
 
 
 def print_rows(console: Console, rows: Sequence[Row]) -> None:
@@ -66,6 +62,10 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return _NOTHING if value is None else format(value, form) + unit
+
+
 def print_bench(console: Console, outcome: Outcome) -> None:
     """A table per case, a line per subject, about 90 columns wide, of columns that have a number; failures below."""
     for case in outcome.cases:
@@ -86,33 +86,46 @@ def _bench_table(rows: Sequence[BenchRow]) -> Table:
     baselines = {row.baseline: row.baseline_ms_median for row in rows}
     lines = {row.subject: row for row in rows}  # of a subject's rows all but the baseline are alike
     ratios = {(row.subject, row.baseline): row.ratio for row in rows}
+    value = _VALUES[rows[0].bench]
     table = Table(box=None, pad_edge=False, collapse_padding=True)
-    table.add_column("subject", no_wrap=True, overflow="ellipsis")
-    columns: dict[str, list[str]] = {"ms": [_number(row.ms_median, ".4g") for row in lines.values()]}
+    table.add_column("subject", overflow="fold")  # numbers are never cut off, long names go on in the next line
+    columns: dict[str, list[str]] = {"ms": [_digits(row.ms_median) for row in lines.values()]}
     for baseline in baselines:
-        columns[f"÷ {baseline}"] = [_number(ratios.get((subject, baseline)), ".3f") for subject in lines]
+        heading = "÷ " + re.sub("(?<=[a-z])(?=[A-Z])| ", "\n", baseline)
+        columns[heading] = [_number(ratios.get((subject, baseline)), ".3f") for subject in lines]
     columns |= {
         "MiB\nread": [_mib(row.bytes_moved) for row in lines.values()],
         "of read\nbandwidth": [_number(row.bandwidth_fraction, ".0%") for row in lines.values()],
         "peak\nMiB": [_mib(row.peak_bytes) for row in lines.values()],
-        _VALUES.get(rows[0].bench, ("value", ""))[0]: [
-            _number(row.value, _VALUES.get(row.bench, ("", ".3g"))[1]) for row in lines.values()
-        ],
+        value[0]: [value[1](row.value) for row in lines.values()],
     }
     shown = {name: cells for name, cells in columns.items() if set(cells) != {_NOTHING}}
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     # A baseline that is no line of its own, since nothing else is compared with.
     for baseline in baselines.keys() - lines.keys():
-        cells = [_number(baselines[baseline], ".4g") if name == "ms" else _NOTHING for name in shown]
+        cells = [_digits(baselines[baseline]) if name == "ms" else _NOTHING for name in shown]
         table.add_row(Text(baseline), *cells)
     for index, subject in enumerate(lines):
         table.add_row(Text(subject), *(cells[index] for cells in shown.values()))
     return table
 
 
+def _digits(value: float | None) -> str:
+    """Four digits, or all before the point."""
+    return _number(value, ".0f" if value is not None and abs(value) >= 1000 else ".4g")
+
+
 def _mib(size: int | None) -> str:
     return _number(None if size is None else size / 2**20, ".1f")
+
+
+_VALUES: dict[str, tuple[str, Callable[[float | None], str]]] = {  # what a bench calls its value, and how it writes it
+    "attention": ("error", partial(_number, form=".1e")),
+    "decode": ("ms for\nhistory", _digits),
+    "peers": ("ms for\nhistory", _digits),
+    "prefill": ("encoding", partial(_number, form=".2%")),
+}
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
@@ -123,10 +136,6 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     for note in diagnosis.notes:
         console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return _NOTHING if value is None else format(value, form) + unit
 
 
 @contextmanager

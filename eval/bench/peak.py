@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-PEAKS = 3  # calls of which the least peak is taken
+_PEAKS = 3  # calls of which the least peak is taken
+_PEAK_SECONDS = 3.0
 _SELF = Path("/proc/self")
 
 
@@ -27,9 +29,17 @@ def extra_peak(call: Callable[[], object]) -> int | None:
     return max(0, _status("VmHWM") - before)
 
 
-def least(peaks: Iterable[int | None]) -> int | None:
-    """The least of several, None where they are."""
-    return min((peak for peak in peaks if peak is not None), default=None)
+def least(measure: Callable[[], int | None]) -> int | None:
+    """The least of several peaks, of fewer where they take long; None where they are."""
+    began = time.monotonic()
+    found: list[int] = []
+    for _ in range(_PEAKS):
+        if (peak := measure()) is None:
+            break
+        found.append(peak)
+        if time.monotonic() - began > _PEAK_SECONDS:
+            break
+    return min(found, default=None)
 
 
 def _status(name: str) -> int:

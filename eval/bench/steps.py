@@ -17,7 +17,7 @@ import kvquant
 from kvquant import KVQuantWarning
 
 from .history import Decoder, Rows, held_bytes
-from .peak import PEAKS, extra_peak, least
+from .peak import extra_peak, least
 
 UNTIMED = 1  # steps of a turn before those that count: a cache's first step after a copy sets things up
 
@@ -67,7 +67,7 @@ class Stepper:
     def peak(self) -> int | None:
         """Bytes a step takes beside the cache; see `extra_peak`."""
         with self.attention():
-            return least(self._peak() for _ in range(PEAKS))
+            return least(self._peak)
 
     def _peak(self) -> int | None:
         cache = self.fork(self.cache)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
 import torch
+from rich.console import Console
 
 from kvquant_eval.bench import load, machine, peak
 from kvquant_eval.bench.load import LoadGuard, Reading, read_clocks
 from kvquant_eval.bench.machine import Reader, cache_bytes, check_memory
-from kvquant_eval.bench.rows import BenchRow, Result, best_of, compare, take_turns
+from kvquant_eval.bench.rows import BenchRow, Case, Outcome, Result, best_of, compare, take_turns
+from kvquant_eval.display import print_bench
 from kvquant_eval.errors import InputError
 
 COLUMNS = [
@@ -134,3 +137,35 @@ def test_the_peak_of_a_call_counts_what_it_frees_again():
 def test_without_linux_there_is_no_peak(monkeypatch, tmp_path):
     monkeypatch.setattr(peak, "_SELF", tmp_path / "nowhere")
     assert peak.extra_peak(lambda: None) is None
+
+
+def test_the_least_peak_of_a_few_calls():
+    peaks = iter([7, 5, 9, 1])
+    assert peak.least(lambda: next(peaks)) == 5
+    assert peak.least(lambda: None) is None
+
+
+def test_slow_calls_are_measured_once(monkeypatch):
+    monkeypatch.setattr(peak, "_PEAK_SECONDS", 0.0)
+    peaks = iter([7, 5, 9])
+    assert peak.least(lambda: next(peaks)) == 7
+
+
+def test_long_times_and_names_fit_a_narrow_terminal():
+    results = {
+        "shallow-fp16-deep-int4 (sealing)": Result((45.6789,), 1 << 30, 0.5, 1 << 30, 12345.6),
+        "DynamicCache": Result((0.0567891,)),
+        "best dense": Result((0.1,)),
+        "broken": Result(detail="[red]why"),
+    }
+    rows = list(compare("decode", 1 << 15, results, ["DynamicCache", "best dense"]))
+    stream = io.StringIO()
+    print_bench(Console(file=stream, width=80), Outcome(rows, [Case(1 << 15, True, 12.34)]))
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0] == "32K tokens, read bandwidth 12.3 GB/s, on a busy machine"
+    assert lines[1] == "÷ Dynamic ÷ best MiB of read peak ms for"
+    assert lines[3] == "shallow-fp16-deep-int4 45679 804.360 456.789 1024.0 50% 1024.0 12346"
+    assert lines[4:6] == ["(sealing)", "DynamicCache 56.79 – 0.568 – – – –"]
+    assert "broken: [red]why" in text

@@ -48,8 +48,8 @@ def test_command_prints_json_or_a_table(small_caches, model_folder, capsys):
     assert run(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("256 tokens")
-    assert lines[1].split() == ["peak"]
-    assert lines[2].split() == ["subject", "ms", "÷", STOCK, "MiB", "encoding"]
+    assert lines[1].split() == ["÷", "Dynamic", "peak"]
+    assert lines[2].split() == ["subject", "ms", "Cache", "MiB", "encoding"]
     assert [line.split()[0] for line in lines[3:5]] == [STOCK, "int4"]
     assert max(map(len, lines)) <= 80
 
