@@ -1,20 +1,13 @@
-"""The `kvquant` command line: options, and what goes to which stream.
-
-Standard output holds the result and nothing else; progress and messages go to standard error.
-"""
+"""The `kvquant` command line: options, and what is done with them."""
 
 from __future__ import annotations
 
-import contextlib
-import shlex
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
 from importlib import metadata
 from itertools import pairwise
-from logging import ERROR, getLogger
 from typing import Annotated, Any
 
 import typer
@@ -22,9 +15,20 @@ from rich.console import Console
 
 from kvquant import KVQuantError
 
+from .bench.command import app as bench_app
 from .errors import printable
-
-EXIT_OK, EXIT_ROWS, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+from .terminal import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_ROWS,
+    EXIT_USAGE,
+    JSON_HELP,
+    MODEL_HELP,
+    POLICIES_HELP,
+    DType,
+    only_our_output,
+    print_json,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -32,9 +36,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Compress a transformer's KV cache, and know what it costs.",
 )
-
-
-bench_app = typer.Typer(help="Measure time, each result as a ratio to a baseline of the same run.")
 app.add_typer(bench_app, name="bench")
 
 
@@ -53,14 +54,6 @@ class RopeScaling(StrEnum):
     dynamic = "dynamic"
 
 
-class DType(StrEnum):
-    """What the model computes in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
@@ -74,7 +67,6 @@ def _root(
         raise typer.Exit(EXIT_USAGE)
 
 
-_MODEL_HELP = "Hub name, local folder, GGUF file, smollm2-135m or gemma3-270m."
 _PPL_HELP = """Perplexity and KL of each precision policy against the uncompressed cache, and the bytes it takes.
 
 [bold]Examples[/bold]
@@ -92,8 +84,8 @@ _PPL_HELP = """Perplexity and KL of each precision policy against the uncompress
 @app.command(help=_PPL_HELP)
 def ppl(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help=_MODEL_HELP)],
-    policies: Annotated[str, typer.Option(help="Presets and policy files, separated by commas.")],
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
+    policies: Annotated[str, typer.Option(help=POLICIES_HELP)],
     contexts: Annotated[str, typer.Option(help="Context lengths in tokens, e.g. 2K,4096,1M (K = 1024).")] = "2K,4K",
     text: Annotated[
         list[str] | None,
@@ -129,7 +121,7 @@ def ppl(
         str | None, typer.Option(metavar="DIR", help="Folder for rows.json, rows.csv, plot.png and README.md.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the report in --out, if there is one.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap intervals, and of the needles.")] = 0,
 ) -> int:
     """See `_PPL_HELP`."""
@@ -155,7 +147,7 @@ def ppl(
         resume=resume,
         seed=seed,
     )
-    with _only_our_output() as (console, say):
+    with only_our_output() as (console, say):
         result = run(options, context.obj or ["ppl"], say, partial(progress, console))
     if json:
         sys.stdout.write(to_json(result.document()))
@@ -194,46 +186,13 @@ def report(
     from .report import prepare_page, write_page
     from .results import default_page, read_all
 
-    with _only_our_output() as (_, say):
+    with only_our_output() as (_, say):
         places = [expanded("DIR", folder) for folder in folders]
         reports = read_all(places)
         page = default_page(places) if out is None else expanded("--out", out)
         prepare_page(page)
         say(f"{len(write_page(page, *render(reports))) - 1} plots beside the page")
     print(printable(str(page)))
-    return EXIT_OK
-
-
-_PREFILL_HELP = """What compressing adds to the time of reading a prompt.
-
-[bold]Example[/bold]
-
-  kvquant bench prefill --model smollm2-135m --policies int8,int4 --contexts 4K
-"""
-
-
-@bench_app.command("prefill", help=_PREFILL_HELP)
-def bench_prefill(
-    context: typer.Context,
-    model: Annotated[str, typer.Option(help=_MODEL_HELP)],
-    policies: Annotated[str, typer.Option(help="Presets and policy files, separated by commas.")] = "int4",
-    contexts: Annotated[str, typer.Option(help="Prompt lengths in tokens, e.g. 2K,4096 (K = 1024).")] = "4K",
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens per forward.")] = 4096,
-    repeats: Annotated[int, typer.Option(min=1, help="Interleaved runs of which medians are taken.")] = 3,
-    dtype: Annotated[DType, typer.Option(help="What the model computes in.")] = DType.float32,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
-) -> int:
-    """See `_PREFILL_HELP`."""
-    from .bench import PrefillOptions, run_prefill
-    from .display import print_bench, progress
-
-    options = PrefillOptions(model, policies, contexts, chunk, repeats, dtype.value)
-    with _only_our_output() as (console, say):
-        rows = run_prefill(options, say, partial(progress, console))
-    if json:
-        _print_json(context, rows)
-    else:
-        print_bench(Console(), rows)
     return EXIT_OK
 
 
@@ -248,61 +207,21 @@ _DOCTOR_HELP = """What a policy does to a model, layer by layer and why, without
 @app.command(help=_DOCTOR_HELP)
 def doctor(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help=_MODEL_HELP)],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     policy: Annotated[str, typer.Option(help="A preset or a policy file.")] = "int4",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> int:
     """See `_DOCTOR_HELP`."""
     from .display import print_diagnosis
     from .doctor import diagnose
 
-    with _only_our_output() as (_, say):
+    with only_our_output() as (_, say):
         diagnosis = diagnose(model, policy, say)
     if json:
-        _print_json(context, diagnosis.rows, notes=diagnosis.notes)
+        print_json(context, diagnosis.rows, notes=diagnosis.notes)
     else:
         print_diagnosis(Console(), diagnosis)
     return EXIT_OK if diagnosis.served else EXIT_ROWS
-
-
-def _print_json(context: typer.Context, rows: Sequence[Any], **more: Any) -> None:
-    """One JSON document of a command's rows, and of ``more`` beside them, on standard output."""
-    from .report import document, to_json
-
-    words = context.obj or context.command_path.split()[1:]
-    sys.stdout.write(to_json(document(shlex.join(["kvquant", *words]), rows) | more))
-
-
-@contextlib.contextmanager
-def _only_our_output() -> Iterator[tuple[Console, Callable[[str], None]]]:
-    """Where a command talks to its user: the console on standard error, and a function that prints a line there.
-
-    Meanwhile libraries' bars, logs and warnings are kept off the terminal, what they print off standard output.
-    """
-    from huggingface_hub.utils.logging import set_verbosity_error
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-    from transformers.utils import logging
-
-    from kvquant import KVQuantWarning
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    disable_progress_bars()
-    set_verbosity_error()  # type: ignore[no-untyped-call]
-    getLogger("bitsandbytes").setLevel(ERROR)  # misses a package for something else than codecs
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("always", category=KVQuantWarning)
-        warnings.showwarning = lambda message, *_: print(
-            f"kvquant: warning: {printable(str(message))}", file=sys.stderr
-        )
-        console = Console(stderr=True)
-
-        def say(text: str) -> None:
-            for line in text.split("\n"):
-                console.print(printable(line), style="dim", markup=False, highlight=False, soft_wrap=True)
-
-        yield console, say
 
 
 def run(arguments: Sequence[str]) -> int:

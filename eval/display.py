@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from .bench import BenchRow
+from .bench.rows import BenchRow, Outcome
 from .doctor import Diagnosis
 from .options import format_context
 from .rows import Row
 
 # The attention's share of a forward grows with the past; at this many tokens it is taken to double the cost.
 _DOUBLING_TOKENS = 8192
+_NOTHING = "–"
 
 
 def print_rows(console: Console, rows: Sequence[Row]) -> None:
@@ -59,16 +62,70 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def print_bench(console: Console, rows: Sequence[BenchRow]) -> None:
-    """One table, at most 80 columns wide."""
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return _NOTHING if value is None else format(value, form) + unit
+
+
+def print_bench(console: Console, outcome: Outcome) -> None:
+    """A table per case, a line per subject, about 90 columns wide, of columns that have a number; failures below."""
+    for case in outcome.cases:
+        here = [row for row in outcome.rows if row.case == case.case]
+        told = [f"[bold]{format_context(case.case)} tokens[/bold]"]
+        if case.read_gb_per_second is not None:
+            told.append(f"read bandwidth {case.read_gb_per_second:.1f} GB/s")
+        if case.loaded:
+            told.append("[yellow]on a busy machine[/yellow]")
+        console.print(", ".join(told), highlight=False)
+        console.print(_bench_table([row for row in here if row.ms_median is not None]))
+        for subject, detail in {row.subject: row.detail for row in here if row.ms_median is None}.items():
+            console.print(f"{subject}: {detail}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print()
+
+
+def _bench_table(rows: Sequence[BenchRow]) -> Table:
+    baselines = {row.baseline: row.baseline_ms_median for row in rows}
+    lines = {row.subject: row for row in rows}  # of a subject's rows all but the baseline are alike
+    ratios = {(row.subject, row.baseline): row.ratio for row in rows}
+    value = _VALUES[rows[0].bench]
     table = Table(box=None, pad_edge=False, collapse_padding=True)
-    table.add_column("policy", no_wrap=True, overflow="ellipsis")
-    for heading in ("tokens", "ms", rows[0].baseline, "ratio", "encoding"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        numbers = (row.ms_median, ".0f"), (row.baseline_ms_median, ".0f"), (row.ratio, ".3f"), (row.value, ".2%")
-        table.add_row(Text(row.subject), format_context(row.case), *(_number(*number) for number in numbers))
-    console.print(table)
+    table.add_column("subject", overflow="fold")  # numbers are never cut off, long names go on in the next line
+    columns: dict[str, list[str]] = {"ms": [_digits(row.ms_median) for row in lines.values()]}
+    for baseline in baselines:
+        heading = "÷ " + re.sub("(?<=[a-z])(?=[A-Z])| ", "\n", baseline)
+        columns[heading] = [_number(ratios.get((subject, baseline)), ".3f") for subject in lines]
+    columns |= {
+        "MiB\nread": [_mib(row.bytes_moved) for row in lines.values()],
+        "of read\nbandwidth": [_number(row.bandwidth_fraction, ".0%") for row in lines.values()],
+        "peak\nMiB": [_mib(row.peak_bytes) for row in lines.values()],
+        value[0]: [value[1](row.value) for row in lines.values()],
+    }
+    shown = {name: cells for name, cells in columns.items() if set(cells) != {_NOTHING}}
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True)
+    # A baseline that is no line of its own, since nothing else is compared with.
+    for baseline in baselines.keys() - lines.keys():
+        cells = [_digits(baselines[baseline]) if name == "ms" else _NOTHING for name in shown]
+        table.add_row(Text(baseline), *cells)
+    for index, subject in enumerate(lines):
+        table.add_row(Text(subject), *(cells[index] for cells in shown.values()))
+    return table
+
+
+def _digits(value: float | None) -> str:
+    """Four digits, or all before the point."""
+    return _number(value, ".0f" if value is not None and abs(value) >= 1000 else ".4g")
+
+
+def _mib(size: int | None) -> str:
+    return _number(None if size is None else size / 2**20, ".1f")
+
+
+_VALUES: dict[str, tuple[str, Callable[[float | None], str]]] = {  # what a bench calls its value, and how it writes it
+    "attention": ("error", partial(_number, form=".1e")),
+    "decode": ("ms for\nhistory", _digits),
+    "peers": ("ms for\nhistory", _digits),
+    "prefill": ("encoding", partial(_number, form=".2%")),
+}
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
@@ -79,10 +136,6 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     for note in diagnosis.notes:
         console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else format(value, form) + unit
 
 
 @contextmanager

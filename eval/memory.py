@@ -56,22 +56,9 @@ def estimate(
 
     ``copied`` tokens of the exact history are held once more: by the noise floor, or while they are written to disk.
     """
-    small = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long), cache=small, use_cache=True).logits
-    exact = largest = 0
-    states: dict[int, tuple[Tensor, Tensor]] = {}
-    for index, layer in enumerate(small.layers):
-        if not isinstance(getattr(layer, "keys", None), Tensor):
-            continue
-        tokens = min(context, getattr(layer, "sliding_window", None) or context)
-        keys, values = (
-            part.new_empty((1, part.shape[1], tokens, part.shape[3]), device="meta")
-            for part in (layer.keys, layer.values)
-        )
-        states[index] = keys, values
-        exact += keys.nbytes + values.nbytes
-        largest = max(largest, keys.nbytes + values.nbytes)
+    states, logits = states_of(model, context)
+    sizes = [keys.nbytes + values.nbytes for keys, values in states.values()]
+    exact, largest = sum(sizes), max(sizes, default=0)
     mask = EXACT_CHUNK * context * logits.itemsize
     exact += exact * min(copied, context) // context
     # Of one layer: its history decoded, the pieces that is made of, and heads repeated for their queries; and as much
@@ -79,6 +66,26 @@ def estimate(
     work = 8 * largest + mask + 3 * chunk * logits.shape[-1] * logits.itemsize + _SLICES
     copies = {policy.name: _filled(new(policy), states) for policy in policies}
     return Estimate(resident_memory(), exact, copies, work)
+
+
+def states_of(model: Any, context: int) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
+    """Keys and values, without memory, that layers hold of one row of ``context`` tokens, and logits of two tokens.
+
+    ``[1, heads, tokens, dim]`` by layer, of those layers that hold keys and values. Runs the model on two tokens.
+    """
+    small = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long), cache=small, use_cache=True).logits
+    states = {}
+    for index, layer in enumerate(small.layers):
+        if isinstance(getattr(layer, "keys", None), Tensor):
+            tokens = min(context, getattr(layer, "sliding_window", None) or context)
+            keys, values = (
+                part.new_empty((1, part.shape[1], tokens, part.shape[3]), device="meta")
+                for part in (layer.keys, layer.values)
+            )
+            states[index] = keys, values
+    return states, logits
 
 
 def groups(found: Estimate, limit: int) -> list[list[str]]:

@@ -23,14 +23,12 @@ def split_list(option: str, text: str) -> list[str]:
     return found
 
 
-def parse_contexts(text: str) -> list[int]:
+def parse_contexts(text: str, option: str = "--contexts") -> list[int]:
     """Context lengths in tokens, ascending and without duplicates; ``2K`` is 2048 and ``1M`` is 1048576.
 
-    Raises `InputError` for anything else than positive whole numbers.
+    Raises `InputError`, which names ``option``, for anything else than positive whole numbers.
     """
-    return sorted(
-        {parse_tokens("--contexts", item, ", separated by commas") for item in split_list("--contexts", text)}
-    )
+    return sorted({parse_tokens(option, item, ", separated by commas") for item in split_list(option, text)})
 
 
 def parse_tokens(option: str, text: str, more: str = "") -> int:

@@ -43,6 +43,11 @@ def stretch(config: Any, kind: str, longest: int) -> str:
     return f"{kind}×{factor:g}"
 
 
+def is_rotary(config: Any) -> bool:
+    """Whether a model turns its keys by their positions, which then need no table."""
+    return _parameters(decoder_config(config)) is not None
+
+
 def cannot_stretch(config: Any) -> str:
     """Why a model's positions cannot be stretched, or nothing."""
     text = decoder_config(config)

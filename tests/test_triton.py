@@ -31,7 +31,9 @@ def few_items(monkeypatch):
         monkeypatch.setattr(gpu_attention, "config", gpu_attention.config._replace(programs=1, waves=1))
 
 
-LIMIT = 2e-3  # decoded values, queries and weights are float16; interpreters may round before they add, where GPUs do not
+LIMIT = (
+    2e-3  # decoded values, queries and weights are float16; interpreters may round before they add, where GPUs do not
+)
 
 
 def check(outputs, logs, query, rows, dim, sinks=None, **how):

@@ -13,6 +13,8 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 
+import kvquant_eval.bench.load
+import kvquant_eval.bench.machine
 import kvquant_eval.hub
 from kvquant import register_codec
 from kvquant.codecs import unregister_codec
@@ -89,6 +91,22 @@ def arguments(model_folder: Path, text_file: Path, policy_file: Callable[[str], 
         "--chunk": "8",
         "--score-tokens": "64",
     }
+
+
+@pytest.fixture
+def small_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A machine whose last-level caches hold so many bytes, and that is looked at for no time."""
+    cores = {0, 1, 2}
+    monkeypatch.setattr(kvquant_eval.bench.machine.os, "sched_getaffinity", lambda pid: cores, raising=False)
+    for core in cores:
+        for index, (level, size) in enumerate((("1", "8K"), ("3", "16K"))):
+            folder = tmp_path / "cpus" / f"cpu{core}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            for name, text in (("level", level), ("shared_cpu_list", "0-255"), ("size", size)):
+                (folder / name).write_text(text + "\n")
+    monkeypatch.setattr(kvquant_eval.bench.machine, "_CPUS", tmp_path / "cpus")
+    monkeypatch.setattr(kvquant_eval.bench.load, "_LOOK_SECONDS", 0.0)
+    return 16 << 10
 
 
 @pytest.fixture
