@@ -189,7 +189,7 @@ def _bytes(history: Any, blocks: int) -> int:
     """Bytes of so many blocks, tails and sinks."""
     if history.arena is None:
         return 0
-    slots = {tensor.data_ptr() for tensor in history.arena.storages()}
-    raw: int = sum(tensor.nbytes for tensor in history.tensors() if tensor.data_ptr() not in slots)
-    heads, _, dim = history.tails[0].shape
-    return raw + blocks * block_bytes(history.codec, heads, history.block_tokens, dim, history.tails[0].dtype)
+    tails = [tail.tokens for tail in history.tails]
+    heads, _, dim = tails[0].shape
+    raw: int = sum(tensor.nbytes for tensor in (*tails, *history.arena.raw.values()))
+    return raw + blocks * block_bytes(history.codec, heads, history.block_tokens, dim, tails[0].dtype)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvquant import Codec
-from kvquant.codecs import Fields
 from kvquant.kernels import Dense, Sealed, Segment, encode
 
 from ..errors import InputError
