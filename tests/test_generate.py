@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 import kvquant
 from kvquant import KVQuantCache
 from tests.models import FAMILIES, feed, generate, prompt, stock, tiny
-from tests.witness import ECHO, FP16, LOSSY, Witness, attempt, same
+from tests.witness import DECODES, ECHO, FP16, LOSSY, Witness, attempt, same
 
 
 def assistant():
@@ -139,6 +139,7 @@ def test_a_window_that_moved_on_refuses_rollback_and_nothing_is_lost():
     assert torch.equal(feed(model, cache, prompt(9, seed=2)), feed(model, twin, prompt(9, seed=2)))
 
 
+@DECODES
 @pytest.mark.parametrize("policy", [FP16, LOSSY])
 def test_rows_end_and_rows_begin(policy):
     """A batch whose rows end is cut down to the living; one that takes in a new row begins it in later columns."""

@@ -9,9 +9,10 @@ import transformers as tf
 import kvquant
 from kvquant import KVQuantCache
 from tests.models import COMMON, feed, generate, prompt, stock, tiny
-from tests.witness import ECHO, FP16, LOSSY, Witness, attempt, same
+from tests.witness import DECODES, ECHO, FP16, LOSSY, Witness, attempt, same
 
 
+@DECODES
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "deepseek_v3"])
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_row_goes_on_after_hidden_tokens(family, hooked):
@@ -35,6 +36,7 @@ def test_a_row_goes_on_after_hidden_tokens(family, hooked):
             assert torch.equal(*logits)
 
 
+@DECODES
 def test_a_generated_padding_token_hides_nothing_from_the_next_turn():
     """transformers takes padding tokens in a prompt for padding when no mask is given."""
     model = tiny("llama")
@@ -68,6 +70,7 @@ def test_what_a_model_calls_its_decoder_may_be_its_output_layer():
     assert cache.rows.rows[0].ids
 
 
+@DECODES
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "opt", "bloom", "gemma3"])
 @pytest.mark.parametrize("hooked", [False, True])

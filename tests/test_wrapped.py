@@ -11,7 +11,7 @@ import kvquant
 from kvquant import KVQuantCache, UnsupportedError
 from kvquant.testing import relative_rms
 from tests.models import COMMON, FAMILIES, feed, prompt, stock, tiny
-from tests.witness import ECHO, FP16, LOSSY, attempt, same
+from tests.witness import DECODES, ECHO, FP16, LOSSY, attempt, same
 
 
 @pytest.mark.parametrize("policy", ["fp16", "int8", "int4", "mixed-3bit", "nf4"])
@@ -87,6 +87,7 @@ WRAPPED = {
 }  # fmt: skip
 
 
+@DECODES
 @pytest.mark.parametrize("kind", WRAPPED)
 @pytest.mark.parametrize("hooked", [False, True])
 def test_models_that_wrap_a_decoder(kind, hooked):
@@ -122,6 +123,7 @@ SPEAKING = {
 }  # fmt: skip
 
 
+@DECODES
 @pytest.mark.parametrize("kind", SPEAKING)
 @pytest.mark.parametrize("hooked", [False, True])
 def test_encoder_decoders_in_every_way(kind, hooked):

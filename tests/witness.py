@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
@@ -14,6 +15,9 @@ LOSSY = PrecisionPolicy(
     name="lossy", default={"key": "int4", "value": {"codec": "int3", "rotate": "hadamard"}}, key_bias="keep", **SMALL
 )
 SINKS = 4
+
+# Of tests whose masks are for attention over decoded keys and values only.
+DECODES = pytest.mark.filterwarnings("ignore:attention over decoded keys and values:kvquant.KVQuantWarning")
 
 # A prompt that repeats itself, so that looking things up in it finds something.
 ECHO = torch.cat([prompt(9)] * 4, dim=1)

@@ -26,7 +26,7 @@ from .calls import Calls
 from .layer import History
 from .rows import Rows
 from .stats import CacheStats, take_stats
-from .streaming import HeldStates, Masks, Segments
+from .streaming import HeldStates, Segments, Watch
 
 
 class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
@@ -36,11 +36,11 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, index: int, calls: Calls, key: History, value: History, masks: Masks | None = None) -> None:
-        """``masks`` of all layers, None where attention needs what is held decoded."""
+    def __init__(self, index: int, calls: Calls, key: History, value: History, watch: Watch | None = None) -> None:
+        """``watch`` of all layers, None where attention needs what is held decoded."""
         self.index = index
-        self.masks = masks
-        self.segments = None if masks is None else Segments(key, value, masks)
+        self.watch = watch
+        self.segments = None if watch is None else Segments(key, value, watch)
         self.calls = calls
         self.key = key
         self.value = value
@@ -94,7 +94,7 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def fork(self, calls: Calls) -> KVQuantLayer:
         """A copy that belongs to ``calls`` and shares every block."""
-        return KVQuantLayer(self.index, calls, self.key.fork(), self.value.fork(), self.masks)
+        return KVQuantLayer(self.index, calls, self.key.fork(), self.value.fork(), self.watch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise UnsupportedError("a layer of a KVQuantCache shares its rows with the others: copy the cache")
@@ -120,7 +120,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self.rows = Rows(SlotPool(), policy.block_tokens, policy.recent_tokens)
         self._calls = Calls(self.rows)
         self._config = decoder_config(config)
-        self._masks = Masks()
+        self._watch = Watch()
         self._model: Callable[[], Any] = lambda: None
         self._decoder: Callable[[], Any] = lambda: None
         self._bytes: dict[int, int] = {}  # per compressed layer, as of its last update
@@ -343,7 +343,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     def stats(self) -> CacheStats:
         """What the cache holds and has done; see `CacheStats`."""
-        return take_stats(self.resolved.layers, self.layers, self.rows.rows, self._peak)
+        return take_stats(self.resolved.layers, self.layers, self.rows.rows, self._peak, self._watch.fallbacks)
 
     def _layer(self, layer: ResolvedLayer) -> KVQuantLayer:
         policy = self.resolved.policy
@@ -353,8 +353,8 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             for codec, offset in ((layer.policy.key, layer.key_bias), (layer.policy.value, None))
         ]
         key, value = histories
-        masks = None if caches_latents(self._config) else self._masks
-        return KVQuantLayer(layer.index, self._calls, key, value, masks)
+        watch = None if caches_latents(self._config) else self._watch
+        return KVQuantLayer(layer.index, self._calls, key, value, watch)
 
     def _compressed(self) -> list[KVQuantLayer]:
         return [layer for layer in self.layers if isinstance(layer, KVQuantLayer)]

@@ -37,7 +37,8 @@ class CacheStats:
     ``kv_bytes`` are those of the compressed (full-attention) layers and ``kv_bytes_baseline`` what an
     uncompressed 16-bit cache of the same tokens takes there, padding excluded, whatever dtype the model runs in.
     ``other_bytes`` are those of layers that pass through (sliding windows, …). ``peak_kv_bytes`` adds the one
-    layer that is decoded for attention at a time.
+    layer that is decoded for attention at a time. ``fallbacks`` is how often a layer's keys, or values, were decoded
+    though `kvquant.enable` is on, by the cache or its copies.
     """
 
     layers: tuple[LayerStats, ...]
@@ -49,6 +50,7 @@ class CacheStats:
     peak_kv_bytes: int
     encode_seconds: float
     decode_seconds: float
+    fallbacks: int = 0
 
     @property
     def kv_ratio(self) -> float:
@@ -76,6 +78,7 @@ class CacheStats:
             "bytes_baseline": self.kv_bytes_baseline,
             "bytes_passed_through": self.other_bytes,
             "bytes_peak": self.peak_kv_bytes,
+            "fallbacks_total": self.fallbacks,
             "encode_seconds_total": self.encode_seconds,
             "decode_seconds_total": self.decode_seconds,
         }
@@ -86,7 +89,9 @@ class CacheStats:
         return "\n".join(lines) + "\n"
 
 
-def take_stats(resolved: Sequence[ResolvedLayer], layers: Sequence[Any], rows: Sequence[Row], peak: int) -> CacheStats:
+def take_stats(
+    resolved: Sequence[ResolvedLayer], layers: Sequence[Any], rows: Sequence[Row], peak: int, fallbacks: int
+) -> CacheStats:
     """A snapshot of ``layers``: a `History` of keys and one of values where compressed, else any cache layer."""
     taken, elements, other = [], 0, 0
     encode = decode = 0.0
@@ -113,6 +118,7 @@ def take_stats(resolved: Sequence[ResolvedLayer], layers: Sequence[Any], rows: S
         peak_kv_bytes=peak,
         encode_seconds=encode,
         decode_seconds=decode,
+        fallbacks=fallbacks,
     )
 
 

@@ -28,13 +28,12 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 class Segments:
     """The segments of a layer's rows; those of blocks are made when a row's table changes."""
 
-    def __init__(self, key: History, value: History, masks: Masks) -> None:
+    def __init__(self, key: History, value: History, watch: Watch) -> None:
         self.key, self.value = key, value
-        self.masks = masks
+        self.watch = watch
         self.bias = BiasScores(key.offset, key.block_tokens) if isinstance(key.offset, KeyBias) else None
         self._made: dict[int, tuple[Any, Any, dict[Piece, list[Segment]]]] = {}  # by row
         self.memo = Memo()
-        self.decoded = 0
 
     def clear(self) -> None:
         """Let go of all blocks."""
@@ -113,10 +112,8 @@ class HeldStates(Tensor):
         return func(*tree_map(decoded, args), **tree_map(decoded, kwargs or {}))
 
     def decode(self, why: str) -> Tensor:
-        """All columns; ``why`` is for the warning."""
-        if not self.segments.decoded:
-            warnings.warn(f"keys and values are decoded for attention: {why}", KVQuantWarning, stacklevel=2)
-        self.segments.decoded += 1
+        """All columns, which is counted; see `Watch.decoded`."""
+        self.segments.watch.decoded(why)
         return self.held.dense()
 
 
@@ -154,7 +151,7 @@ def _obstacle(query: Tensor, key: HeldStates, mask: Any, given: dict[str, Any]) 
         return "a row begins in this call"
     if key.segments.bias and not all(_in_order(row) for row in call.rows):
         return "key biases were removed at positions with gaps"
-    return "" if key.segments.masks.fits(mask, call) else "its mask is not the causal one of these rows"
+    return "" if key.segments.watch.fits(mask, call) else "its mask is not the causal one of these rows"
 
 
 def _in_order(row: RowCall) -> bool:
@@ -163,11 +160,20 @@ def _in_order(row: RowCall) -> bool:
     return len(positions) < 2 or bool((positions.diff() == 1).all())
 
 
-class Masks:
-    """Remembers whether the mask of a pass is the usual one: its layers share it."""
+class Watch:
+    """What a cache's layers share: whether a pass's mask is the usual one, and how often something was decoded."""
 
     def __init__(self) -> None:
+        self.fallbacks = 0
         self._seen: tuple[Any, Any, bool] = (None, None, False)
+
+    def decoded(self, why: str) -> None:
+        """Count that a layer's keys or values had to be decoded; the first time is told as a warning."""
+        self.fallbacks += 1
+        if self.fallbacks == 1:
+            warnings.warn(
+                f"attention over decoded keys and values, which is slower: {why}", KVQuantWarning, stacklevel=2
+            )
 
     def fits(self, mask: Any, call: Call) -> bool:
         """See `shows_all`."""
