@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -161,6 +161,22 @@ class Arena:
                         self._count()
                     slab[name][run.first : run.stop].copy_(field[done : done + len(run)])
                 done += len(run)
+
+    def fill(self, runs: Sequence[Run], encode: Callable[[Fields | None], Fields]) -> None:
+        """Store what ``encode`` makes of as many blocks as ``runs`` has slots.
+
+        It is given the place where they are to be, if that is one, and returns it, written, or fields to be copied.
+        """
+        with self._pool.lock:
+            if len(runs) == 1:
+                self._slab(runs[0].slab)
+                place = self.read(runs[0])
+                fields = encode(place)
+                if fields is place:
+                    return
+            else:
+                fields = encode(None)
+            self.write(runs, fields)
 
     def read(self, run: Run) -> Fields:
         """Views of the stored fields of a run."""

@@ -171,7 +171,8 @@ def test_a_left_padded_prompt_may_come_in_chunks(llama, chunk):
                 given = {"attention_mask": mask[:, :stop], "position_ids": positions[:, first:stop]}
                 out.append(llama(ids[:, first:stop], cache=target, **given).logits)
     mine, theirs = (torch.cat(parts, dim=1) for parts in logits)
-    assert torch.equal(mine[mask.bool()], theirs[mask.bool()])
+    torch.testing.assert_close(mine[mask.bool()], theirs[mask.bool()], rtol=1e-4, atol=1e-5)
+    assert not cache.stats().fallbacks
     assert cache.stats().tokens == (100, 20)
 
 

@@ -37,7 +37,7 @@ def same(actual, expected):
 def check_encode(codec, blocks):
     expected = codec.encode(blocks)
     for level in LEVELS:
-        fields = native_codecs.encode(codec, blocks, level)
+        fields = native_codecs.encode(codec, blocks, level=level)
         assert fields.keys() == expected.keys()
         for name, field in fields.items():
             same(field, expected[name])
@@ -141,7 +141,7 @@ def test_what_is_left_to_the_codec(codec, value):
     x = torch.randn(3, 2, 8, 20)
     x[1, 1, 7, 19] = value
     for level in LEVELS:
-        assert native_codecs.encode(codec, x, level) is None
+        assert native_codecs.encode(codec, x, level=level) is None
     expected = codec.encode(x)
     for name, field in encode(codec, x).items():
         assert torch.equal(field.nan_to_num(), expected[name].nan_to_num())

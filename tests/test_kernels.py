@@ -99,3 +99,20 @@ def test_whatever_the_codec(problem):
     output, _ = attend(query, segments, dim, **given_)
     expected, _ = reference.attend(query, segments, dim, **given_, dtype=torch.float64)
     assert relative_rms(output, expected) <= 1e-3
+
+
+@pytest.mark.parametrize("held", [0, 1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_that_begins_in_the_call(held, dtype):
+    """Of 64 new columns the first are padding, which sees nothing."""
+    query = torch.randn(2, 2 * 64, 32).to(dtype)
+    segments = [Dense(torch.randn(2, held, 32).to(dtype), torch.randn(2, held, 32).to(dtype), causal=True)]
+    expected, expected_logs = reference.attend(query, segments, 32, scale=0.2, news=64, dtype=torch.float64)
+    for way in [eager.attend, wide.attend, *[native.attend] * bool(LEVELS)]:
+        output, logs = way(query, segments, 32, scale=0.2, news=64)
+        assert torch.allclose(output.double(), expected, atol=1e-2 if dtype is torch.bfloat16 else 1e-5)
+        blind = expected_logs.isinf()
+        assert torch.equal(logs.isinf(), blind)
+        assert not output[blind].any()
+        assert torch.allclose(logs[~blind].double(), expected_logs[~blind], atol=1e-2)
+        assert blind.sum() == 4 * (64 - held)

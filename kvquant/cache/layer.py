@@ -211,7 +211,7 @@ class History:
                 batches.append(self._cut(self.tails[index].tokens[:, : row.sealing], row))
                 self.tails[index] = self.tails[index].after(row.sealing)
         blocks = torch.cat(batches) if len(batches) > 1 else batches[0]
-        self.arena.write(call.runs, encode(self.codec, blocks))
+        self.arena.fill(call.runs, lambda place: encode(self.codec, blocks, place))
         self.encode_seconds += time.perf_counter() - started
 
     def _cut(self, tokens: Tensor, row: RowCall) -> Tensor:
@@ -274,7 +274,8 @@ class Held:
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Codecs choose their dtypes themselves."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    wanted = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if wanted else nullcontext()
 
 
 def _chunks(fields: Fields, elements: int) -> Iterator[Fields]:

@@ -147,8 +147,6 @@ def _obstacle(query: Tensor, key: HeldStates, mask: Any, given: dict[str, Any]) 
         return "attention weights are wanted (output_attentions)"
     if given.get("position_bias") is not None:
         return "the model adds a bias by position to its scores"
-    if any(row.fresh < call.new for row in call.rows):
-        return "a row begins in this call"
     if key.segments.bias and not all(_in_order(row) for row in call.rows):
         return "key biases were removed at positions with gaps"
     return "" if key.segments.watch.fits(mask, call) else "its mask is not the causal one of these rows"
@@ -191,7 +189,7 @@ def visible(call: Call, device: torch.device) -> Tensor:
 
 
 def shows_all(mask: Any, call: Call) -> bool:
-    """Whether a mask, bool or to be added, is `visible`."""
+    """Whether a mask, bool or to be added, is `visible`; of columns that are padding any will do."""
     if mask is None:
         return call.new == 1 and not any(row.start for row in call.rows)
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] != call.past + call.new:
@@ -204,6 +202,11 @@ def shows_all(mask: Any, call: Call) -> bool:
         if not bool((shown | (mask <= -1e4)).all()):
             return False
     try:
-        return bool((shown == expected).all())
+        as_usual = shown == expected
     except RuntimeError:  # of another shape
         return False
+    padding = [call.new - row.fresh for row in call.rows]
+    if any(padding):
+        own = torch.arange(call.new, device=mask.device)
+        as_usual |= (own < torch.tensor(padding, device=mask.device)[:, None])[:, None, :, None]
+    return bool(as_usual.all())

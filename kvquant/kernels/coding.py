@@ -16,10 +16,14 @@ CHUNK_ELEMENTS = 1 << 20  # codecs work on at most about this many values at onc
 GPU_CHUNK_ELEMENTS = 1 << 26  # or, on a GPU, in some of its memory
 
 
-def encode(codec: Codec, blocks: Tensor) -> Fields:
-    """See `Codec.encode`; ``blocks`` ``[n, heads, tokens, dim]`` may have any strides."""
+def encode(codec: Codec, blocks: Tensor, out: Fields | None = None) -> Fields:
+    """See `Codec.encode`; ``blocks`` ``[n, heads, tokens, dim]`` may have any strides.
+
+    Where they can be written into ``out``, contiguous fields as `Codec.layout` has them, that is what is returned;
+    else it holds nothing of use.
+    """
     if isinstance(codec, Affine) and native_codecs.serves(codec, blocks):
-        fields = native_codecs.encode(codec, blocks)
+        fields = native_codecs.encode(codec, blocks, out)
         if fields is not None:
             return fields
     if isinstance(codec, Affine) and gpu.serves(blocks) and gpu_codecs.encodes(codec, blocks):

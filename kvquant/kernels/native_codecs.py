@@ -42,12 +42,12 @@ def serves(codec: Affine, given: Tensor) -> bool:
     return known and given.device.type == "cpu" and library() is not None
 
 
-def encode(codec: Affine, blocks: Tensor, level: int | None = None) -> Fields | None:
+def encode(codec: Affine, blocks: Tensor, out: Fields | None = None, level: int | None = None) -> Fields | None:
     """The fields of `Affine.encode`, bit for bit; None if that must do it.
 
     ``blocks`` is ``[n, heads, tokens, dim]`` in any strides. Left to the codec's own method are dtypes other than
-    float32, bfloat16 and float16, values that are not finite or from 2^50 on, and shapes it refuses. ``level`` picks
-    an instruction set (an index of `native.ISAS`) other than the best.
+    float32, bfloat16 and float16, values that are not finite or from 2^50 on, and shapes it refuses. For ``out`` see
+    `coding.encode`. ``level`` picks an instruction set (an index of `native.ISAS`) other than the best.
     """
     layout = _layout(codec, blocks)
     if layout is None:
@@ -57,27 +57,30 @@ def encode(codec: Affine, blocks: Tensor, level: int | None = None) -> Fields | 
     if blocks.stride(3) != 1:
         blocks = blocks.contiguous()
     count, dim = len(blocks), blocks.shape[3]
-    fields = {name: torch.empty((count, *shape), dtype=dtype) for name, (shape, dtype) in layout.items()}
-    seen = torch.zeros(count, dtype=torch.uint8)
+    if out is not None and all(out[name].dtype == dtype for name, (_, dtype) in layout.items()):
+        fields = out
+    else:
+        fields = {name: torch.empty((count, *shape), dtype=dtype) for name, (shape, dtype) in layout.items()}
+    seen = bytearray(count)
 
     def fill() -> int:
         failed = found.kvq_encode(
             _format(codec, dim),
             _states(blocks),
             _fields(fields),
-            seen.data_ptr(),
+            (ctypes.c_char * count).from_buffer(seen),
             _threads(blocks),
             native.isa() if level is None else level,
         )
         if failed:
             raise MemoryError("no memory to encode blocks")
-        return int(seen.max()) if count else 0
+        return max(seen, default=0)
 
     worst = fill()
     if worst > _WIDE:
         return None
     if worst == _WIDE:
-        fields |= {name: fields[name].float() for name in ("scale", "zero")}
+        fields = fields | {name: fields[name].float() for name in ("scale", "zero")}
         fill()
     return fields
 
@@ -111,16 +114,21 @@ def decode(codec: Affine, fields: Fields, out: Tensor, level: int | None = None)
 
 def _layout(codec: Affine, states: Tensor) -> Layout | None:
     """Of the fields of ``[n, heads, tokens, dim]``; None if the library does not have such states."""
-    _, heads, tokens, dim = states.shape
-    if states.dtype not in _KINDS or not dim or (codec.axis == "channel" and tokens % codec.group):
+    return _layout_of(codec, *states.shape[1:], states.dtype)
+
+
+@lru_cache
+def _layout_of(codec: Affine, heads: int, tokens: int, dim: int, dtype: torch.dtype) -> Layout | None:
+    if dtype not in _KINDS or not dim or (codec.axis == "channel" and tokens % codec.group):
         return None
-    return codec.layout(heads, tokens, dim, states.dtype)
+    return codec.layout(heads, tokens, dim, dtype)
 
 
 def _threads(states: Tensor) -> int:
     return torch.get_num_threads() if states.numel() > FEW else 1
 
 
+@lru_cache
 def _format(codec: Affine, dim: int) -> bytes:
     per_token = codec.axis == "token"
     group = codec.channel_group(dim) if per_token else codec.group
