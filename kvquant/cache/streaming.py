@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ..attention.streamed import streamed_attention
 from ..errors import KVQuantWarning
-from ..kernels import Dense, Memo, Sealed, Segment
+from ..kernels import Dense, Memo, Sealed, Segment, decoding_pays
 from ..keybias import BiasScores, KeyBias
 from .layer import Held, History
 from .rows import Call, Piece, RowCall
@@ -123,6 +123,9 @@ def attend(plain: Attention, module: Any, query: Tensor, key: Tensor, value: Ten
         return plain(module, query, key, value, mask, **given)
     if why := _obstacle(query, key, mask, given):
         return plain(module, query, key.decode(why), value.decode(why), mask, **given)
+    if key.segments.bias and decoding_pays(query.shape[1] // key.shape[1] * query.shape[2]):
+        # What biases add to the scores of so many queries takes more memory than keys do.
+        return plain(module, query, key.held.dense(), value.held.dense(), mask, **given)
     segments = key.segments.of(key.held, value.held, query)
     output = streamed_attention(
         query,

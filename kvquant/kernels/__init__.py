@@ -10,8 +10,9 @@ from torch import Tensor
 from . import eager, gpu, gpu_attention, native, wide
 from .coding import decode, encode
 from .segments import Dense, Memo, Sealed, Segment
+from .wide import pays as decoding_pays
 
-__all__ = ["Dense", "Memo", "Sealed", "Segment", "attend", "attend_rows", "decode", "encode"]
+__all__ = ["Dense", "Memo", "Sealed", "Segment", "attend", "attend_rows", "decode", "decoding_pays", "encode"]
 
 
 def attend(

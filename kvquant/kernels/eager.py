@@ -109,15 +109,15 @@ def _folds(segment: Sealed, side: str) -> bool:
     return isinstance(segment.value, Affine) and segment.value.axis == "token"
 
 
-def parts_of(segments: Sequence[Segment]) -> Iterator[Segment]:
-    """The segments in pieces of about `SCRATCH_TOKENS`, those that count no token left out."""
+def parts_of(segments: Sequence[Segment], most: int = SCRATCH_TOKENS) -> Iterator[Segment]:
+    """The segments, those of blocks in parts of about ``most`` tokens, those that count no token left out."""
     for segment in segments:
         if isinstance(segment, Dense):
             if segment.tokens:
                 yield segment
             continue
         size, blocks = segment.block_tokens, len(next(iter(segment.keys.values())))
-        step = max(1, SCRATCH_TOKENS // size)
+        step = max(1, most // size)
         for start in range(segment.first // size, blocks, step):
             stop = min(start + step, blocks)
             first, last = max(segment.first - start * size, 0), min(segment.stop, stop * size) - start * size
