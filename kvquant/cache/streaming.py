@@ -7,6 +7,7 @@ segments; anything else that is done with them decodes them, which is counted an
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -166,7 +167,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.fallbacks = 0
-        self._seen: tuple[Any, Any, bool] = (None, None, False)
+        self._seen: tuple[Any, Any, bool] = (lambda: None, None, False)
 
     def decoded(self, why: str) -> None:
         """Count that a layer's keys or values had to be decoded; the first time is told as a warning."""
@@ -178,16 +179,23 @@ class Watch:
 
     def fits(self, mask: Any, call: Call) -> bool:
         """See `shows_all`."""
-        if self._seen[0] is not mask or self._seen[1] is not call:
-            self._seen = mask, call, shows_all(mask, call)
-        return self._seen[2]
+        if mask is None:
+            return shows_all(mask, call)
+        seen, known, answer = self._seen
+        if seen() is not mask or known is not call:
+            answer = shows_all(mask, call)
+            self._seen = weakref.ref(mask), call, answer  # a mask takes as much memory as a layer
+        return answer
 
 
-def visible(call: Call, device: torch.device) -> Tensor:
-    """What the new columns of a call see, bool ``[rows, 1, new, columns]``: their rows' tokens up to their own."""
+_CHECKED = 1 << 20  # of a mask's numbers that are looked at at once: bounds what that takes beside the mask
+
+
+def visible(call: Call, device: torch.device, first: int = 0, stop: int | None = None) -> Tensor:
+    """What new columns ``first ≤ c < stop`` of a call see, ``[rows, 1, new, columns]``: tokens up to their own."""
     columns = torch.arange(call.past + call.new, device=device)
     starts = torch.tensor([row.start for row in call.rows], device=device)
-    own = columns[call.past :]
+    own = columns[call.past :][first:stop]
     return (columns >= starts[:, None, None, None]) & (columns <= own[:, None])
 
 
@@ -195,21 +203,23 @@ def shows_all(mask: Any, call: Call) -> bool:
     """Whether a mask, bool or to be added, is `visible`; of columns that are padding any will do."""
     if mask is None:
         return call.new == 1 and not any(row.start for row in call.rows)
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] != call.past + call.new:
+    columns, rows = call.past + call.new, len(call.rows)
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2:] != (call.new, columns):
         return False
-    expected = visible(call, mask.device)
-    if mask.dtype == torch.bool:
-        shown = mask
-    else:
-        shown = mask == 0
-        if not bool((shown | (mask <= -1e4)).all()):
+    if mask.shape[0] not in (1, rows) or mask.shape[1] != 1:
+        return False
+    if call.new == 1 and mask.shape[0] == rows and mask.dtype == torch.bool:  # at every step: takes no memory
+        each = zip(call.rows, mask[:, 0, 0], strict=True)
+        return all(bool(shown[row.start :].all()) and not bool(shown[: row.start].any()) for row, shown in each)
+    padding = torch.tensor([call.new - row.fresh for row in call.rows], device=mask.device)[:, None, None, None]
+    step = max(1, _CHECKED // (rows * columns))
+    for first in range(0, call.new, step):
+        part = mask[:, :, first : first + step]
+        shown = part if part.dtype == torch.bool else part == 0
+        if shown is not part and not bool((shown | (part <= -1e4)).all()):
             return False
-    try:
-        as_usual = shown == expected
-    except RuntimeError:  # of another shape
-        return False
-    padding = [call.new - row.fresh for row in call.rows]
-    if any(padding):
-        own = torch.arange(call.new, device=mask.device)
-        as_usual |= (own < torch.tensor(padding, device=mask.device)[:, None])[:, None, :, None]
-    return bool(as_usual.all())
+        as_usual = shown == visible(call, mask.device, first, first + step)
+        own = torch.arange(first, first + part.shape[2], device=mask.device)[:, None]
+        if not bool((as_usual | (own < padding)).all()):
+            return False
+    return True
