@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvquant import KVQuantCache, enable
+from kvquant import KVQuantCache, disable, enable
 from kvquant_eval.models import load
 from kvquant_eval.texts import default_text
 from tests.models import feed, generate, stock
@@ -57,3 +57,16 @@ def test_fidelity_and_bytes(loaded, ids, reference, policy, kl, ratio):
     assert 0 < (reference.exp() * (reference - scored)).sum(-1).mean() <= kl
     assert (reference.argmax(-1) == scored.argmax(-1)).float().mean() >= 0.96
     assert cache.stats().kv_ratio <= ratio
+
+
+@pytest.mark.parametrize("policy", ["fp16", "int4"])
+def test_streamed_attention_writes_the_text_of_dense_mode(loaded, ids, policy):
+    model, prompt = loaded.model, ids[:, :600]
+    texts = []
+    for switch in (disable, enable):
+        switch(model)
+        cache = KVQuantCache.for_model(model, policy)
+        texts.append(generate(model, cache, prompt, new=200))
+        assert cache.stats().blocks >= 4
+    assert not cache.stats().fallbacks
+    assert torch.equal(*texts)

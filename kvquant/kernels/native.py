@@ -11,6 +11,7 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 from ..codecs import Codec
 from ..codecs.affine import Affine
 from ..codecs.raw import Raw
+from ..codecs.rotation import hadamard
+from .eager import merge
 from .segments import Dense, Sealed, Segment
 
 VERSION = 1  # of csrc/kvq.h
@@ -77,13 +80,30 @@ def attend(
     level: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `eager.attend`; ``level`` picks an instruction set (an index of `ISAS`) other than the best."""
+    how = _How(dim, scale, softcap, news, isa() if level is None else level)
+    turned = [segment for segment in segments if _has_turned_keys(segment)]
+    if not turned:
+        return _attend(query, segments, how)
+    rest = [segment for segment in segments if not _has_turned_keys(segment)]
+    return merge([_attend(hadamard(query.float()), turned, how), _attend(query, rest, how)])
+
+
+class _How(NamedTuple):
+    dim: int
+    scale: float
+    softcap: float
+    news: int
+    level: int
+
+
+def _attend(query: Tensor, segments: Sequence[Segment], how: _How) -> tuple[Tensor, Tensor]:
     found = library()
     assert found is not None
     heads, queries, key_dim = query.shape
     query = query.to(torch.float32).contiguous()
-    output = torch.empty(heads, queries, dim)
+    output = torch.empty(heads, queries, how.dim)
     logs = torch.empty(heads, queries)
-    shape = _SHAPE.pack(heads, queries, news, key_dim, dim, scale, softcap)
+    shape = _SHAPE.pack(heads, queries, how.news, key_dim, how.dim, how.scale, how.softcap)
     packed = b"".join([_pack(segment) for segment in segments])
     failed = found.kvq_attention(
         shape,
@@ -93,7 +113,7 @@ def attend(
         output.data_ptr(),
         logs.data_ptr(),
         torch.get_num_threads(),
-        isa() if level is None else level,
+        how.level,
     )
     if failed:
         raise MemoryError("no memory for attention")
@@ -105,10 +125,13 @@ def _served(segment: Segment) -> bool:
         return segment.keys.dtype in _KINDS and segment.values.dtype in _KINDS
     sides = ((segment.key, segment.keys), (segment.value, segment.values))
     return all(
-        (isinstance(codec, Affine) and (codec.rotate == "none" or codec is segment.value))
-        or (isinstance(codec, Raw) and next(iter(fields.values())).dtype in _KINDS)
+        isinstance(codec, Affine) or (isinstance(codec, Raw) and next(iter(fields.values())).dtype in _KINDS)
         for codec, fields in sides
     )
+
+
+def _has_turned_keys(segment: Segment) -> bool:
+    return isinstance(segment, Sealed) and isinstance(segment.key, Affine) and segment.key.rotate == "hadamard"
 
 
 def _pack(segment: Segment) -> bytes:
