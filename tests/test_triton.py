@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvquant
@@ -131,7 +131,7 @@ def batches(draw, shapes=((1, 1), (2, 1), (3, 1), (8, 1), (2, 3))):
     return query, rows, widths[1], sinks, {"scale": dim**-0.5, "softcap": softcap, "news": new}
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(batches(), st.sampled_from([1, 1, 1, 16]))
 def test_batches(batch, waves):
     """Also from few items and from many, and again with other queries and scores by what was planned."""
@@ -158,7 +158,7 @@ def other(segment):
     return Dense(torch.randn_like(segment.keys), torch.randn_like(segment.values), causal=True)
 
 
-@settings(deadline=None, max_examples=2)
+@settings(deadline=None, max_examples=2, suppress_health_check=[HealthCheck.too_slow])
 @given(batches(shapes=((1, 20), (2, 12))), st.sampled_from([1 << 15, 8]))
 def test_many_queries(batch, turn):
     query, rows, dim, sinks, how = batch
@@ -233,7 +233,7 @@ def test_models(family, policy, by_triton):
     kvquant.enable(model)
     cache = KVQuantCache.for_model(model, POLICIES[policy])
     streamed = feed(model, cache, ids, 40, 3)
-    assert not any(layer.segments.decoded for layer in cache._compressed())
+    assert not cache.stats().fallbacks
     assert bool(cache._compressed()[0].segments.bias) == (family in ("qwen2", "gpt_oss"))
     assert (streamed - dense).norm() <= 5e-3 * dense.norm()
 

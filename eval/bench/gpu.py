@@ -43,8 +43,8 @@ POLICIES: dict[str, Any] = {
 """By subject, a preset, or what both keys and values are: all widths of codes, both axes, rotated and not."""
 
 CONFIGS: tuple[dict[str, int], ...] = (
-    {"tokens": 128},
-    {"tokens": 128, "warps": 8, "programs": 2},
+    {"tokens": 32},
+    {"warps": 8, "programs": 2},
     {"stages": 2},
     {"stages": 4},
     {"programs": 3},
