@@ -349,6 +349,7 @@ def bench(plan: Plan, name: str) -> Iterator[dict[str, Any]]:
         gpu_attention.config = gpu_attention.config._replace(programs=1, waves=1)  # each program takes long
     kind, *subjects = name.split()
     for length in plan.lengths if kind == "attention" else plan.lengths[:1]:
+        torch.cuda.empty_cache()  # what is kept of the last length does not count as free
         shape = Shape(plan.kv_heads, plan.q_heads, plan.head_dim, length, 1, torch.bfloat16, plan.device)
         try:
             if kind == "attention":

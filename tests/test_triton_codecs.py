@@ -128,3 +128,4 @@ def test_kernels_compile_for_a_gpu(tmp_path):
     assert multiplies == "True"
     assert any(load.startswith("cp.async.cg") for load in loads)  # 16 bytes a thread, past the registers
     assert not any(load.endswith("b8") for load in loads)
+    assert kernels[-1] == ["90", "growing", "2"]  # attention and merging, whatever the length
