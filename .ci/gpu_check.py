@@ -1,6 +1,6 @@
 """`make gpu-check`: whether the GPU kernels are right and as fast as promised, told in one line of JSON.
 
-    python3 .ci/gpu_check.py [--rehearse] [--seconds 480] [--out reports/gpu]
+    python3 .ci/gpu_check.py [--rehearse] [--seconds 450] [--out reports/gpu]
 
 Wants a GPU, and a Python whose torch can use it. Stages run one after another, each in a process of its own: what
 one breaks, or hangs in, becomes part of the result, and the others go on. When time runs out, those that are left are
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 480.0
+SECONDS = 450.0  # and what it takes to begin: 8 minutes
 LEAST_SECONDS = 10.0  # a stage is not begun with less
 NEEDED = ("triton", "transformers", "pydantic", "yaml", "numpy", "xxhash", "psutil", "pytest", "hypothesis")
 CALLED = {"yaml": "PyYAML"}  # where a package's name is not its module's
@@ -257,11 +257,12 @@ def run_bench(plan: Plan, command: list[str], seconds: float) -> dict[str, Any]:
             result[kind] += part.get(kind, ())
 
     ended = run(command, environment(plan), seconds, take)
-    for row in result["rows"] if command[-1] != "tuning" else ():  # where some are too large for a GPU
-        if row["ms_median"] is None:
+    for row in result["rows"]:
+        # What is tried in tuning may be too much for a GPU, but not what it is compared with.
+        if row["baseline_ms_median" if row["bench"] == "tuning" else "ms_median"] is None:
             faults.append(f"{row['subject']} at {row['case']}: {row['detail']}")
-        elif row["bench"] == "attention" and row["value"] is not None and not row["value"] <= LARGEST_ERROR:
-            faults.append(f"{row['subject']} at {row['case']}: relative error {row['value']:.3g}")
+        elif row["bench"] == "attention" and row["value"] is not None and not float(row["value"]) <= LARGEST_ERROR:
+            faults.append(f"{row['subject']} at {row['case']}: relative error {row['value']}")
     return result | judged(ended, faults)
 
 

@@ -24,7 +24,7 @@ _READ = "read bandwidth"
 _FLUSHED = 256 << 20  # bytes, more than any GPU's caches hold
 _READ_BYTES = 4 << 30  # of which bandwidth is measured, at most
 _READ_BYTES_OF_CPU = 1 << 20
-_HEAD_START = 2_000_000  # cycles, about a millisecond, in which the host queues launches
+_HEAD_START = 4_000_000  # cycles, about two milliseconds, in which the host queues launches
 _LAUNCHES = 5  # of which the host's time is taken
 _READERS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "largest": (lambda half, other: torch.amax(half), 1),

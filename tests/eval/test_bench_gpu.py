@@ -74,6 +74,8 @@ def test_what_a_stage_breaks_is_told():
     assert bench("raise SystemExit(3)")["reason"] == "exit code 3"
     assert bench('print(\'{"faults": ["no memory"]}\')')["reason"] == "no memory"
     assert bench(f"import json; print(json.dumps({{'rows': [{row}]}}))")["reason"] == "int4 at 8: relative error 0.5"
+    row["value"] = "nan"
+    assert bench(f"import json; print(json.dumps({{'rows': [{row}]}}))")["reason"] == "int4 at 8: relative error nan"
     row = {**row, "ms_median": None, "detail": "no memory"}
     late = bench(f"import json, time; print(json.dumps({{'rows': [{row}]}}), flush=True); time.sleep(60)", seconds=2)
     assert late == {"rows": [row], "cases": [], "status": "timed out", "reason": "int4 at 8: no memory"}
