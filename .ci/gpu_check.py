@@ -150,16 +150,20 @@ def use_checkout() -> None:
 def what_is_missing(rehearse: bool) -> tuple[str, str] | None:
     """Why nothing can be checked, and what to do about it."""
     python = sys.executable
-    if importlib.util.find_spec("torch") is None:
-        return f"{python} has no torch", "make gpu-check GPU_PYTHON=… with a Python whose torch was built for CUDA"
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # it is not there, or libraries that it wants are not
+        why = " ".join(str(error).split())
+        return f"{python}: {why}", "make gpu-check GPU_PYTHON=… with a Python whose torch was built for CUDA"
     if not rehearse and not torch.cuda.is_available():
         if torch.version.cuda is None:
             return f"torch {torch.__version__} was built without CUDA", "make gpu-check GPU_PYTHON=… with one that was"
         return f"torch {torch.__version__} finds no GPU", "see what nvidia-smi says, and CUDA_VISIBLE_DEVICES"
-    if not rehearse and torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} does not multiply bfloat16", "use an Ampere GPU or a later one"
+    try:
+        if not rehearse and torch.cuda.get_device_capability() < (8, 0):
+            return f"{torch.cuda.get_device_name()} does not multiply bfloat16", "use an Ampere GPU or a later one"
+    except RuntimeError as error:
+        return f"the GPU cannot be used: {' '.join(str(error).split())}", "see what nvidia-smi says"
     missing = [CALLED.get(name, name) for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         return f"{python} has no {', '.join(missing)}", f"{python} -m pip install {' '.join(missing)}"
@@ -168,9 +172,8 @@ def what_is_missing(rehearse: bool) -> tuple[str, str] | None:
 
 def surroundings(rehearse: bool) -> dict[str, Any]:
     """The card, and what else results depend on."""
-    from importlib import metadata
-
     import torch
+    import triton
 
     from kvquant_eval.environment import machine, versions
 
@@ -190,7 +193,7 @@ def surroundings(rehearse: bool) -> dict[str, Any]:
             "driver": driver,
             "cuda": torch.version.cuda,
         }
-    return {"card": card, "versions": versions() | {"triton": metadata.version("triton")}, "machine": machine()}
+    return {"card": card, "versions": versions() | {"triton": triton.__version__}, "machine": machine()}
 
 
 def check(plan: Plan, seconds: float, own: list[str]) -> dict[str, Any]:

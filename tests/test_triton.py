@@ -207,6 +207,21 @@ def test_a_batch_takes_two_launches(monkeypatch):
     assert [kernel.launches for kernel in kernels] == [1, 1]
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU to wait for")
+def test_a_step_does_not_wait_for_the_gpu():
+    codec = get_codec("int4/channel/g16/none", "key", 16)
+    fields = slabs(codec, 1, 16, 16, 8)
+    row = [Sealed(codec, codec, fields, fields, (16, 16), 16, 0, 128)]
+    query, memo = random_(1, 1, 2, 16), Memo()
+    for tokens in (5, 6, 6):
+        tail = Dense(*random_(2, 1, tokens, 16), causal=True)
+        torch.cuda.set_sync_debug_mode("error" if tokens > 5 else "default")  # once kernels are compiled
+        try:
+            gpu_attention.attend_rows(query, [[*row, tail]], 16, scale=0.25, memo=memo)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 SMALL = {"block_tokens": 16, "recent_tokens": 16}
 POLICIES = [
     PrecisionPolicy(name="int4", default={"key": "int4", "value": {"codec": "int4", "rotate": "hadamard"}}, **SMALL),

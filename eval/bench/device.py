@@ -117,7 +117,7 @@ class Trial:
         """Enter a call that has to move ``nbytes``. Returns what it returned the first time, None if it failed."""
         try:
             found = call()
-            host = median(self.watch.host(call) for _ in range(_LAUNCHES))
+            host = median(self.watch.host(call) for _ in range(_LAUNCHES if self.watch.gpu else 1))
             peak = self.watch.peak(call)
         except Exception as error:  # of a compiler, a driver, for want of memory …
             self.fail(name, error)
