@@ -64,7 +64,7 @@ class Plan:
 
 
 REAL = Plan(
-    device="cuda",
+    device="cuda:0",
     stages=(
         Stage("attention int4", 120),
         Stage("attention int8", 60),
