@@ -289,7 +289,9 @@ def run_tests(plan: Plan, seconds: float) -> dict[str, Any]:
     told = {word: [test for test, outcome in outcomes.items() if outcome == word] for word in set(outcomes.values())}
     failed = {test: reasons.get(test, "") for word in ("failed", "error") for test in told.get(word, ())}
     counts = {word: len(told.get(word, ())) for word in ("passed", "skipped")}
-    faults = [f"{len(failed)} failed"] if failed else [] if counts["passed"] else ["none passed"]
+    faults = (
+        [f"{len(failed)} failed"] if failed else [] if counts["passed"] else [f"none passed, {ended or 'all skipped'}"]
+    )
     return counts | {"failed": failed} | judged(ended, faults)
 
 
