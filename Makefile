@@ -1,10 +1,12 @@
 # make demo         a perplexity sweep on real SmolLM2-135M weights
 # make test         the whole test suite
 # make test-floor   the same on the oldest releases served
+# make gpu-check    the GPU kernels' tests and benchmark where there is a GPU, by the torch of GPU_PYTHON
 # make lint         ruff and mypy
 # make format       let ruff tidy up
 VENV ?= .venv
 PYTHON ?= python3
+GPU_PYTHON ?= $(PYTHON)
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
@@ -12,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CON
 # OpenMP threads that spin at barriers crawl when another program, or another guest, takes one of the cores.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-floor lint format clean
+.PHONY: demo test test-floor gpu-check lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -25,6 +27,10 @@ test: $(VENV)/.installed
 
 test-floor:
 	$(MAKE) test VENV=.venv-floor CONSTRAINTS=.ci/floor.txt
+
+# Nothing is installed: a machine with a GPU has its own torch, built for its driver.
+gpu-check:
+	@$(GPU_PYTHON) .ci/gpu_check.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -89,7 +89,7 @@ class BiasScores:
         back = turn(each, -starts.to(like.device), like).view(heads, queries * len(starts), dim)
         # Some rules (YaRN) also lengthen what they turn; it is to count once.
         cos, sin = turn.angles(torch.zeros(1, dtype=torch.int64, device=like.device), like)
-        length = torch.sqrt(cos.float().square() + sin.float().square()).max().item()
+        length = torch.sqrt(cos.float().square() + sin.float().square()).max()  # not read: that would wait for a GPU
         scores = (back.float() @ table.mT).view(heads, queries, len(starts), self.block_tokens) / length
         return scores.permute(2, 0, 1, 3).contiguous()
 

@@ -1,7 +1,8 @@
 """Compile the Triton kernels for GPUs that are not here: ``python -m tests.compile_kernels 80 90``.
 
 A driver that only says what GPU there is, and launches that end before the kernel would be loaded. Prints, for each
-kernel, what a GPU would need to run it and the widest of its loads.
+kernel, what a GPU would need to run it and the widest of its loads; and how many kernels many steps of a growing
+text take.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ class Compiled(NamedTuple):
     shared: int
     multiplies: bool  # by tensor cores
     ptx: str
-    cubin: bytes
+    hash: str
 
 
 @contextmanager
@@ -80,9 +81,7 @@ def _look_at(name: str, kernel: Any) -> Compiled:
     assert numbers, said
     ptx = kernel.asm["ptx"]
     multiplies = "mma" in ptx
-    return Compiled(
-        name, int(numbers[1]), int(numbers[2]), kernel.metadata.shared, multiplies, ptx, kernel.asm["cubin"]
-    )
+    return Compiled(name, int(numbers[1]), int(numbers[2]), kernel.metadata.shared, multiplies, ptx, kernel.hash)
 
 
 def compile_all(key: str, value: str, dim: int, dtype: torch.dtype, softcap: float = 0.0, queries: int = 4) -> None:
@@ -101,6 +100,18 @@ def compile_all(key: str, value: str, dim: int, dtype: torch.dtype, softcap: flo
         gpu_codecs.encode(codec, blocks)
 
 
+def grow(tails: Sequence[int]) -> None:
+    """Launch attention for a row whose tail has so many tokens, one step after another; it gains a block at last."""
+    codec = get_codec("int4/channel/g64/none", "key", 128)
+    room = torch.randn(2, max(tails), 64, dtype=torch.bfloat16)
+    for count in tails:
+        blocks = 2 if count < max(tails) else 3
+        fields = codec.encode(torch.randn(blocks, 2, 128, 64))
+        run = Sealed(codec, codec, fields, fields, (64, 64), 128, 4, 128 * blocks)
+        tail = Dense(room[:, :count], room[:, :count], causal=True)
+        gpu_attention.attend_rows(torch.randn(1, 2, 4, 64, dtype=torch.bfloat16), [[run, tail]], 64, scale=0.1)
+
+
 CASES = [
     ("int4/channel/g64/none", "int4/token/g64/hadamard", 128, torch.bfloat16),
     ("int8/token/g16/none", "int3/channel/g8/none", 80, torch.float32, 5.0),
@@ -113,3 +124,6 @@ if __name__ == "__main__":
                 compile_all(*case)
         for kernel in kernels:
             print(capability, *kernel[:5], *sorted(set(re.findall(r"(?:ld\.global|cp\.async)[.\w]*", kernel.ptx))))
+        with compiling(capability) as kernels:
+            grow([1, 2, 15, 16, 17, 32, 100, 128, 129])
+        print(capability, "growing", len({kernel.hash for kernel in kernels}))

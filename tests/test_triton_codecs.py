@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvquant import get_codec
 from kvquant.kernels import gpu_codecs
+from kvquant.kernels.coding import encode as encode_here
 from kvquant.testing import assert_same_fields, relative_rms
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -37,7 +38,7 @@ def blocks(draw, bits=(8, 4, 4, 3, 2)):
     return codec, x.transpose(1, 2).contiguous().transpose(1, 2) if draw(st.booleans()) else x
 
 
-@settings(deadline=None, max_examples=16)
+@settings(deadline=None, max_examples=16, suppress_health_check=[HealthCheck.too_slow])
 @given(blocks())
 def test_encoding(given_):
     """Bit for bit, whatever is served."""
@@ -58,7 +59,19 @@ def test_what_models_have_is_served(bits):
                     assert_same_fields(gpu_codecs.encode(codec, x), codec.encode(x))
 
 
-@settings(deadline=None, max_examples=16)
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("axis", ["channel", "token"])
+@pytest.mark.parametrize("rotate", ["none", "hadamard"])
+def test_codes_are_those_of_a_cpu(bits, axis, rotate):
+    """Bit for bit: content keys stand for them, whichever machine made them."""
+    codec = get_codec(f"int{bits}/{axis}/g64/{rotate}", "key", 64)
+    x = torch.randn(2, 1, 64, 128).mul_(torch.rand(128) * 8).to(torch.bfloat16)
+    made = gpu_codecs.encode(codec, x.to(DEVICE))
+    for expected in (codec.encode(x), encode_here(codec, x)):
+        assert_same_fields({name: field.cpu() for name, field in made.items()}, expected)
+
+
+@settings(deadline=None, max_examples=16, suppress_health_check=[HealthCheck.too_slow])
 @given(blocks(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), st.booleans())
 def test_decoding(given_, dtype, into):
     codec, x = given_
@@ -115,3 +128,4 @@ def test_kernels_compile_for_a_gpu(tmp_path):
     assert multiplies == "True"
     assert any(load.startswith("cp.async.cg") for load in loads)  # 16 bytes a thread, past the registers
     assert not any(load.endswith("b8") for load in loads)
+    assert kernels[-1] == ["90", "growing", "2"]  # attention and merging, whatever the length

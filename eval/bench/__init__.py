@@ -5,5 +5,6 @@ slows all alike; and it is watched for other programs (`load`), which make a ben
 What the machine can do at best, its read bandwidth, is measured between the subjects' turns (`machine`). `attention`
 is one layer's attention by itself; `decode` a whole step of a model, for which `history` fills caches; `peers` the
 same step through other people's caches; `prefill` the reading of a prompt. `dense` has what torch can do at best
-without compression, `peak` the memory a step takes beside the cache.
+without compression, `peak` the memory a step takes beside the cache. `gpu` is what ``make gpu-check`` measures, by the
+clock of `device`.
 """

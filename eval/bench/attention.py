@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvquant.attention import reference
 from kvquant.attention.streamed import streamed_attention
 from kvquant.kernels import Dense, Segment, serving
 from kvquant.testing import relative_rms
@@ -33,7 +32,7 @@ from ..errors import InputError
 from ..options import parse_contexts, split_list
 from ..ppl import Progress, policies_of
 from .dense import FOLDED
-from .layer import Shape, compressed, copied, copies_of, head_of, memory, sealed_tokens, stored_bytes
+from .layer import Shape, compressed, copied, copies_of, exact_attention, memory, sealed_tokens, stored_bytes
 from .load import LoadGuard
 from .machine import Reader, check_memory
 from .peak import extra_peak, least
@@ -179,20 +178,7 @@ class AttentionBench:
         return relative_rms(self.shape.folded(output), self._expected(query, segments))
 
     def _expected(self, query: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Attention in float64, ``[kv_heads, …, head_dim]``; one head at a time, to bound the memory."""
-        shape, folded = self.shape, self.shape.folded(query)
-        outputs = [
-            reference.attend(
-                folded[head : head + 1],
-                [head_of(segment, head) for segment in segments],
-                shape.head_dim,
-                scale=shape.scale,
-                news=shape.queries,
-                dtype=torch.float64,
-            )[0]
-            for head in range(shape.kv_heads)
-        ]
-        return torch.cat(outputs)
+        return exact_attention(self.shape.folded(query), segments, self.shape)
 
 
 def _streamed(query: Tensor) -> Callable[[Sequence[Segment]], Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvquant import Codec
+from kvquant.attention import reference
 from kvquant.kernels import Dense, Sealed, Segment, encode
 
 from ..errors import InputError
@@ -27,6 +28,7 @@ class Shape:
     tokens: int
     queries: int
     dtype: torch.dtype
+    device: str = "cpu"
 
     @property
     def scale(self) -> float:
@@ -40,7 +42,7 @@ class Shape:
 
     def states(self, heads: int, tokens: int) -> Tensor:
         """Standard normal ``[heads, tokens, head_dim]``."""
-        return torch.randn(heads, tokens, self.head_dim).to(self.dtype)
+        return torch.randn(heads, tokens, self.head_dim, device=self.device).to(self.dtype)
 
     def folded(self, query: Tensor) -> Tensor:
         """``[1, q_heads, queries, head_dim]`` as ``[kv_heads, q_heads / kv_heads · queries, head_dim]``."""
@@ -113,6 +115,22 @@ def head_of(segment: Segment, head: int) -> Segment:
         {name: x[:, head, None] for name, x in fields.items()} for fields in (segment.keys, segment.values)
     )
     return replace(segment, keys=keys, values=values)
+
+
+def exact_attention(query: Tensor, segments: Sequence[Segment], shape: Shape) -> Tensor:
+    """Attention of a folded query in float64, ``[kv_heads, …, head_dim]``; one head at a time, to bound the memory."""
+    outputs = [
+        reference.attend(
+            query[head, None],
+            [head_of(segment, head) for segment in segments],
+            shape.head_dim,
+            scale=shape.scale,
+            news=shape.queries,
+            dtype=torch.float64,
+        )[0]
+        for head in range(shape.kv_heads)
+    ]
+    return torch.cat(outputs)
 
 
 def copies_of(nbytes: int) -> int:

@@ -93,6 +93,12 @@ class RowCall:
         """The position of every token of the row, int64 ``[tokens]``."""
         return _joined(self.pieces)
 
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether sealed tokens are at positions that follow one another; to ask waits for a GPU."""
+        positions = self.positions[: self.sealed]
+        return len(positions) < 2 or bool((positions.diff() == 1).all())
+
 
 @dataclass(frozen=True)
 class Call:

@@ -151,15 +151,9 @@ def _obstacle(query: Tensor, key: HeldStates, mask: Any, given: dict[str, Any]) 
         return "attention weights are wanted (output_attentions)"
     if given.get("position_bias") is not None:
         return "the model adds a bias by position to its scores"
-    if key.segments.bias and not all(_in_order(row) for row in call.rows):
+    if key.segments.bias and not all(row.in_order for row in call.rows):
         return "key biases were removed at positions with gaps"
     return "" if key.segments.watch.fits(mask, call) else "its mask is not the causal one of these rows"
-
-
-def _in_order(row: RowCall) -> bool:
-    """Whether sealed tokens are at positions that follow one another."""
-    positions = row.positions[: row.sealed]
-    return len(positions) < 2 or bool((positions.diff() == 1).all())
 
 
 class Watch:

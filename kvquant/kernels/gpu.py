@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
@@ -39,6 +40,12 @@ def serves(x: Tensor) -> bool:
 def on(x: Tensor) -> AbstractContextManager[object]:
     """Kernels start on the current GPU, which must be that of their tensors."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def sent(words: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of ``words`` on a device, for which the host does not wait until a GPU has done all it was asked to."""
+    here = torch.tensor(words, dtype=dtype)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 def power_of_two(number: int) -> int:

@@ -20,7 +20,7 @@ from ..codecs.affine import Affine
 from ..codecs.packing import packed_width
 from ..codecs.rotation import matrix
 from . import eager
-from .gpu import on, power_of_two
+from .gpu import on, power_of_two, sent
 from .gpu_plan import RUN, VECTOR, Format, Newest, Plan, make_plan, place, rotates, served
 from .segments import Dense, Memo, Sealed, Segment
 
@@ -266,7 +266,7 @@ def _in_turns(
 def _until(segment: Segment, group: int, news: int, first: int, stop: int) -> Segment:
     """A segment as the new tokens from ``first`` to ``stop`` see it."""
     if isinstance(segment, Dense):
-        count = segment.tokens - news + stop if segment.causal else segment.tokens
+        count = max(0, segment.tokens - news + stop) if segment.causal else segment.tokens
         return Dense(segment.keys[:, :count], segment.values[:, :count], segment.causal)
     if segment.extra is None:
         return segment
@@ -307,7 +307,7 @@ def _newest(plan: Plan, newest: Sequence[Dense | None], device: torch.device) ->
             keep.append(tensor)
         words[-1][13] = 1  # causal
     if plan.newest is None or plan.newest.words != words:
-        plan.newest = Newest(words, torch.tensor(words, dtype=torch.int64).to(device), aligned)
+        plan.newest = Newest(words, sent(words, torch.int64, device), aligned)
     plan.keep_newest = keep
     return plan.newest, counts
 
@@ -327,7 +327,7 @@ def _raw_dtype(segments: Iterable[Segment | None]) -> torch.dtype:
 @lru_cache(maxsize=16)
 def _counts(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """The same for all layers of a step."""
-    return torch.tensor(counts, dtype=torch.int32).to(device)
+    return sent(counts, torch.int32, device)
 
 
 def _span(rows: Sequence[Sequence[Segment]], each: int, device: torch.device) -> int:

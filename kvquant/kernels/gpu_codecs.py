@@ -15,7 +15,7 @@ from .gpu_plan import rotates
 BITS = (8, 4, 3, 2)
 ENCODED = 4096  # values of a tile that is encoded, about: they stay in registers
 MAX_GROUP = 1024  # of those
-DECODED = 4096  # bytes of a tile that is decoded, about
+DECODED = 2048  # bytes of a tile that is decoded, about: 16 a thread; with twice as many, registers spill
 
 
 def decode(codec: Affine, fields: Fields, dim: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..codecs import Codec, Fields
 from ..codecs.affine import Affine
 from ..codecs.raw import Raw
+from .gpu import sent
 from .segments import Dense, Sealed, Segment
 
 RUN, ITEM, ROW = 16, 8, 4  # words, as in the kernels
@@ -167,7 +168,7 @@ class _Planner:
             rows=list(self.rows),
             tiles=tiles,
             size=size,
-            table=torch.tensor(list(words), dtype=torch.int64).to(device),
+            table=sent(list(words), torch.int64, device),
             launches=launches,
             with_raw=with_raw,
             rows_at=begin,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
+from functools import lru_cache
 
 import torch
 from torch import Tensor

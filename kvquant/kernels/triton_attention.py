@@ -43,6 +43,7 @@ def _codes(codes: tl.tensor, tokens: tl.tensor, present: tl.tensor, magic: tl.te
     DIM: tl.constexpr = SIDE[0]
     BITS: tl.constexpr = SIDE[1]
     BYTES: tl.constexpr = SIDE[2]
+    PIECES: tl.constexpr = SIDE[3]
     WIDTH: tl.constexpr = SIDE[4]
     LANES: tl.constexpr = SIDE[5]
     LOW: tl.constexpr = (DIM + 3) // 4
@@ -53,7 +54,7 @@ def _codes(codes: tl.tensor, tokens: tl.tensor, present: tl.tensor, magic: tl.te
     inside = present[:, None] & held[None, :]
     source = codes + (tokens * BYTES)[:, None]
     found = ()
-    for piece in tl.static_range(SIDE[3]):
+    for piece in tl.static_range(PIECES):
         if BITS == 3:  # two bits of a code in the first bytes, the third after them
             low = tl.load(source + (lane % LOW)[None, :], mask=inside, other=0).to(tl.int32)
             high = tl.load(source + (LOW + lane % HIGH)[None, :], mask=inside, other=0).to(tl.int32)
@@ -76,6 +77,7 @@ def _parameters(
 ) -> tl.tensor:
     """Scale and zero, and so on, of each piece of ``TOKENS`` tokens from ``begin`` on; of a shape to go with codes."""
     DIM: tl.constexpr = SIDE[0]
+    PIECES: tl.constexpr = SIDE[3]
     WIDTH: tl.constexpr = SIDE[4]
     LANES: tl.constexpr = SIDE[5]
     SPAN: tl.constexpr = SIDE[6]
@@ -84,7 +86,7 @@ def _parameters(
     MODE: tl.constexpr = SIDE[9]
     tokens, lane = begin + tl.arange(0, TOKENS), tl.arange(0, LANES)
     found = ()
-    for piece in tl.static_range(SIDE[3]):
+    for piece in tl.static_range(PIECES):
         channel = piece * WIDTH + lane
         if MODE == PER_TOKEN:
             places, known = (tokens * COLUMNS + piece * WIDTH // GROUP)[:, None], present[:, None]
@@ -104,11 +106,15 @@ def _parameters(
 @triton.jit
 def _raw(source: tl.tensor, tokens: tl.tensor, row: tl.tensor, counted: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
     """The pieces of tokens as they are, float32 ``[tokens, LANES]``, 0 where nothing is counted."""
-    lane = tl.arange(0, SIDE[5])
+    DIM: tl.constexpr = SIDE[0]
+    PIECES: tl.constexpr = SIDE[3]
+    WIDTH: tl.constexpr = SIDE[4]
+    LANES: tl.constexpr = SIDE[5]
+    lane = tl.arange(0, LANES)
     pieces = ()
-    for piece in tl.static_range(SIDE[3]):
-        channel = piece * SIDE[4] + lane
-        inside = counted[:, None] & ((lane < SIDE[4]) & (channel < SIDE[0]))[None, :]
+    for piece in tl.static_range(PIECES):
+        channel = piece * WIDTH + lane
+        inside = counted[:, None] & ((lane < WIDTH) & (channel < DIM))[None, :]
         loaded = tl.load(source + (tokens * row)[:, None] + channel[None, :], mask=inside, other=0.0)
         pieces = pieces + (loaded.to(tl.float32),)
     return pieces
@@ -117,12 +123,16 @@ def _raw(source: tl.tensor, tokens: tl.tensor, row: tl.tensor, counted: tl.tenso
 @triton.jit
 def _query(query: tl.tensor, rows: tl.tensor, asked: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
     """The pieces of the queries, float32 ``[LANES, queries]``, 0 where there is none."""
-    lane = tl.arange(0, SIDE[5])
+    DIM: tl.constexpr = SIDE[0]
+    PIECES: tl.constexpr = SIDE[3]
+    WIDTH: tl.constexpr = SIDE[4]
+    LANES: tl.constexpr = SIDE[5]
+    lane = tl.arange(0, LANES)
     pieces = ()
-    for piece in tl.static_range(SIDE[3]):
-        channel = piece * SIDE[4] + lane
-        inside = asked[None, :] & ((lane < SIDE[4]) & (channel < SIDE[0]))[:, None]
-        loaded = tl.load(query + (rows * SIDE[0])[None, :] + channel[:, None], mask=inside, other=0.0)
+    for piece in tl.static_range(PIECES):
+        channel = piece * WIDTH + lane
+        inside = asked[None, :] & ((lane < WIDTH) & (channel < DIM))[:, None]
+        loaded = tl.load(query + (rows * DIM)[None, :] + channel[:, None], mask=inside, other=0.0)
         pieces = pieces + (loaded.to(tl.float32),)
     return pieces
 
