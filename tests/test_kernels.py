@@ -116,3 +116,35 @@ def test_a_row_that_begins_in_the_call(held, dtype):
         assert not output[blind].any()
         assert torch.allclose(logs[~blind].double(), expected_logs[~blind], atol=1e-2)
         assert blind.sum() == 4 * (64 - held)
+
+
+@pytest.fixture
+def three_threads():
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(not LEVELS, reason="the library is not built here: no compiler")
+@pytest.mark.parametrize("rotate", ["none", "hadamard"])
+def test_ragged_rows_by_several_threads(rotate, three_threads):
+    """What threads begin and end with need not be a row, and rows may hold nothing."""
+    heads, dim, size = 3, 64, 64
+    codecs = [
+        get_codec({"codec": "int4", "axis": "channel", "group": 32, "rotate": rotate}, "key", size),
+        get_codec({"codec": "int4", "axis": "token", "group": 64, "rotate": "hadamard"}, "value", size),
+    ]
+    rows = []
+    for blocks, tail in [(0, 0), (1, 5), (40, 1), (0, 70), (7, 64), (0, 0), (90, 3), (0, 0)]:
+        row = [Dense(*torch.randn(2, heads, tail, dim), causal=True)]
+        if blocks:
+            fields = [codec.encode(torch.randn(blocks, heads, size, dim)) for codec in codecs]
+            row.insert(0, Sealed(*codecs, *fields, (dim, dim), size, 4, blocks * size))
+        rows.append(row)
+    query = torch.randn(len(rows), heads, 2, dim)
+    for level in LEVELS:
+        outputs, logs = native.attend_rows(query, rows, dim, scale=0.1, level=level)
+        for asked, row, output, log in zip(query, rows, outputs, logs, strict=True):
+            expected, expected_log = reference.attend(asked, row, dim, scale=0.1, dtype=torch.float64)
+            assert torch.allclose(log.double(), expected_log, atol=1e-3)
+            assert (output - expected).norm() <= 1e-3 * expected.norm()

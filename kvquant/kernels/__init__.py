@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import gpu, gpu_attention
-from .choice import chosen, means, serving
+from . import gpu, gpu_attention, native
+from .choice import at_once, chosen, means, serving
 from .coding import decode, encode
 from .segments import Dense, Memo, Sealed, Segment
 from .wide import pays as decoding_pays
@@ -57,10 +57,14 @@ def attend_rows(
         return gpu_attention.attend_rows(
             query, rows, dim, scale=scale, softcap=softcap, news=news, sinks=sinks, memo=memo
         )[0]
-    outputs = []
-    for asked, row in zip(query, rows, strict=True):
-        output, logs = attend(asked, row, dim, scale=scale, softcap=softcap, news=news)
-        if sinks is not None:
-            output = output * torch.sigmoid(logs - sinks)[..., None]
-        outputs.append(output[None].to(query.dtype))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if at_once(query, rows, dim, softcap):
+        output, logs = native.attend_rows(query, rows, dim, scale=scale, softcap=softcap, news=news)
+    else:
+        found = [
+            attend(asked, row, dim, scale=scale, softcap=softcap, news=news)
+            for asked, row in zip(query, rows, strict=True)
+        ]
+        output, logs = (torch.stack(tensors) for tensors in zip(*found, strict=True))
+    if sinks is not None:
+        output = output * torch.sigmoid(logs - sinks)[..., None]
+    return output.to(query.dtype)

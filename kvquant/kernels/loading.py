@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch  # loads the OpenMP runtime
 
-VERSION = 1  # of csrc/kvq.h
+VERSION = 2  # of csrc/kvq.h
 ISAS = ("portable", "AVX2", "AVX-512BW", "AVX-512-VNNI")
 
 # A wheel without the library, built where there was no compiler, may lie in pip's cache.
@@ -23,7 +23,7 @@ _WORD, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 _FUNCTIONS = {  # all of which return a word
     "kvq_version": [],
     "kvq_best": [],
-    "kvq_attention": [_ADDRESS, _ADDRESS, _WORD, _ADDRESS, _ADDRESS, _ADDRESS, _WORD, _WORD],
+    "kvq_attention": [_ADDRESS, _ADDRESS, _ADDRESS, _WORD, _ADDRESS, _ADDRESS, _ADDRESS, _WORD, _WORD],
     "kvq_encode": [_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _WORD, _WORD],
     "kvq_decode": [_ADDRESS, _ADDRESS, _ADDRESS, _WORD, _WORD],
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -31,10 +31,15 @@ _formats: dict[tuple[int, ...], ctypes.Array[ctypes.c_char]] = {}  # a few, for 
 _packed: WeakKeyDictionary[Segment, bytes] = WeakKeyDictionary()
 
 
-def serves(query: Tensor, segments: Sequence[Segment]) -> bool:
+def serves(query: Tensor, segments: Iterable[Segment]) -> bool:
     """Whether the library can do this attention."""
-    formats = {segment.value for segment in segments if isinstance(segment, Sealed)}
-    return len(formats) < 2 and all(_served(segment) for segment in segments) and at_hand(query.device)
+    formats = set()
+    for segment in segments:
+        if not _served(segment):
+            return False
+        if isinstance(segment, Sealed):
+            formats.add(segment.value)
+    return len(formats) < 2 and at_hand(query.device)
 
 
 def attend(
@@ -48,12 +53,29 @@ def attend(
     level: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `eager.attend`; ``level`` picks an instruction set (an index of `ISAS`) other than the best."""
+    output, logs = attend_rows(query[None], [segments], dim, scale=scale, softcap=softcap, news=news, level=level)
+    return output[0], logs[0]
+
+
+def attend_rows(
+    query: Tensor,
+    rows: Sequence[Sequence[Segment]],
+    dim: int,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    news: int = 1,
+    level: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend` of ``query`` ``[rows, heads, queries, key dim]``, each row over segments of its own, by all threads."""
     how = _How(dim, scale, softcap, news, isa() if level is None else level)
-    turned = [segment for segment in segments if _has_turned_keys(segment)]
-    if not turned:
-        return _attend(query, segments, how)
-    rest = [segment for segment in segments if not _has_turned_keys(segment)]
-    return merge([_attend(hadamard(query.float()), turned, how), _attend(query, rest, how)])
+    query = query.to(torch.float32)
+    if not any(_has_turned_keys(segment) for row in rows for segment in row):
+        return _attend(query, rows, how)
+    turned, plain = (
+        [[segment for segment in row if _has_turned_keys(segment) is kind] for row in rows] for kind in (True, False)
+    )
+    return merge([_attend(hadamard(query), turned, how), _attend(query, plain, how)])
 
 
 class _How(NamedTuple):
@@ -64,19 +86,18 @@ class _How(NamedTuple):
     level: int
 
 
-def _attend(query: Tensor, segments: Sequence[Segment], how: _How) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, rows: Sequence[Sequence[Segment]], how: _How) -> tuple[Tensor, Tensor]:
     found = library()
     assert found is not None
-    heads, queries, key_dim = query.shape
-    query = query.to(torch.float32).contiguous()
-    output = torch.empty(heads, queries, how.dim)
-    logs = torch.empty(heads, queries)
-    shape = _SHAPE.pack(heads, queries, how.news, key_dim, how.dim, how.scale, how.softcap)
-    packed = b"".join([_pack(segment) for segment in segments])
+    count, heads, queries, key_dim = query.shape
+    query = query.contiguous()
+    output = torch.empty(count, heads, queries, how.dim)
+    logs = torch.empty(count, heads, queries)
     failed = found.kvq_attention(
-        shape,
-        packed,
-        len(segments),
+        _SHAPE.pack(heads, queries, how.news, key_dim, how.dim, how.scale, how.softcap),
+        b"".join([_pack(segment) for row in rows for segment in row]),
+        struct.pack(f"{count}q", *map(len, rows)),
+        count,
         query.data_ptr(),
         output.data_ptr(),
         logs.data_ptr(),

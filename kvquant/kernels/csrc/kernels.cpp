@@ -15,6 +15,7 @@
 #include <omp.h>
 #else
 static int omp_get_thread_num(void) { return 0; }
+static int omp_get_num_threads(void) { return 1; }
 #endif
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -80,15 +81,16 @@ int64_t kvq_best(void) {
 #endif
 }
 
-// Attention of `query` [heads, queries, key_dim] over `count` segments: `output` [heads, queries, value_dim] and the
-// log of the sum of exponentials, `lse` [heads, queries]. 0, or 1 if there is no memory.
-int64_t kvq_attention(const KvqShape* shape, const KvqSegment* segments, int64_t count, const float* query,
-                      float* output, float* lse, int64_t threads, int64_t isa) {
+// Attention of `rows` rows of `query` [rows, heads, queries, key_dim], row r over counts[r] of the segments, which come
+// row by row: `output` [rows, heads, queries, value_dim] and the log of the sum of exponentials, `lse` [rows, heads,
+// queries]. 0, or 1 if there is no memory.
+int64_t kvq_attention(const KvqShape* shape, const KvqSegment* segments, const int64_t* counts, int64_t rows,
+                      const float* query, float* output, float* lse, int64_t threads, int64_t isa) {
 #if KVQ_X86
-    if (isa == 3) return vnni::attention(*shape, segments, count, query, output, lse, threads);
-    if (isa == 2) return avx512::attention(*shape, segments, count, query, output, lse, threads);
-    if (isa == 1) return avx2::attention(*shape, segments, count, query, output, lse, threads);
+    if (isa == 3) return vnni::attention(*shape, segments, counts, rows, query, output, lse, threads);
+    if (isa == 2) return avx512::attention(*shape, segments, counts, rows, query, output, lse, threads);
+    if (isa == 1) return avx2::attention(*shape, segments, counts, rows, query, output, lse, threads);
 #endif
-    return portable::attention(*shape, segments, count, query, output, lse, threads);
+    return portable::attention(*shape, segments, counts, rows, query, output, lse, threads);
 }
 }

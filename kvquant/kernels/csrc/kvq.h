@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVQ_VERSION 1
+#define KVQ_VERSION 2
 
 enum { KVQ_CODES = 0, KVQ_FLOAT32 = 1, KVQ_BFLOAT16 = 2, KVQ_FLOAT16 = 3 };
 
