@@ -196,7 +196,8 @@ def report(
     return EXIT_OK
 
 
-_DOCTOR_HELP = """What a policy does to a model, layer by layer and why, without loading its weights.
+_DOCTOR_HELP = """What a policy does to a model, layer by layer and why, without loading its weights; and what this
+machine has to do it with.
 
 [bold]Example[/bold]
 
@@ -212,15 +213,17 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> int:
     """See `_DOCTOR_HELP`."""
+    from kvquant.kernels import means
+
     from .display import print_diagnosis
     from .doctor import diagnose
 
     with only_our_output() as (_, say):
         diagnosis = diagnose(model, policy, say)
     if json:
-        print_json(context, diagnosis.rows, notes=diagnosis.notes)
+        print_json(context, diagnosis.rows, notes=diagnosis.notes, kernels=means())
     else:
-        print_diagnosis(Console(), diagnosis)
+        print_diagnosis(Console(), diagnosis, means())
     return EXIT_OK if diagnosis.served else EXIT_ROWS
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -128,14 +128,16 @@ _VALUES: dict[str, tuple[str, Callable[[float | None], str]]] = {  # what a benc
 }
 
 
-def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
-    """A line per run of layers with the same fate, then what concerns the whole model."""
+def print_diagnosis(console: Console, diagnosis: Diagnosis, means: Mapping[str, str]) -> None:
+    """A line per run of layers with the same fate, what concerns the whole model, and by what it would be served."""
     for span, row in diagnosis.spans():
         codecs = f"key {row.key}, value {row.value}" if row.status == "compressed" else row.reason
         text = f"layer{'s' if '-' in span else ''} {span}: {row.kind}, {row.status}{': ' if codecs else ''}{codecs}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     for note in diagnosis.notes:
         console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    for device, words in means.items() if diagnosis.served else ():
+        console.print(f"on {device}: {words}", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

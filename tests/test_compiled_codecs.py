@@ -175,7 +175,7 @@ def test_threads_make_no_difference():
 @pytest.mark.parametrize("built", [True, False])
 def test_coding_serves_every_codec(name, built, monkeypatch):
     if not built:
-        monkeypatch.setattr(native_codecs, "library", lambda: None)
+        monkeypatch.setattr(native_codecs, "at_hand", lambda device: False)
     monkeypatch.setattr(coding, "CHUNK_ELEMENTS", 3 * 128 * 64)  # a block at once
     codec = get_codec(name)
     x = torch.randn(3, 128, 3, 64).transpose(1, 2).bfloat16()
@@ -211,7 +211,7 @@ def fill(codec, chunks, heads=2, rows=2, sinks=4, offset=None):
 def test_the_cache_seals_the_same_bytes_without_the_library(spec, offset, monkeypatch):
     codec = get_codec(spec, block_tokens=16)
     with_library = fill(codec, (70, 1, 30), offset=offset)
-    monkeypatch.setattr(native_codecs, "library", lambda: None)
+    monkeypatch.setattr(native_codecs, "at_hand", lambda device: False)
     without = fill(codec, (70, 1, 30), offset=offset)
     count = 0
     for one, other in zip(with_library[1], without[1], strict=True):

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvquant.attention import reference
 from kvquant.attention.streamed import streamed_attention
-from kvquant.kernels import Dense, Segment, native, wide
+from kvquant.kernels import Dense, Segment, serving
 from kvquant.testing import relative_rms
 
 from ..errors import InputError
@@ -163,7 +163,8 @@ class AttentionBench:
             size = stored_bytes(segments)
             copies = [segments, *([copied(segment) for segment in segments] for _ in range(1, copies_of(size)))]
             error = self._error(_streamed(query.float())(segments), query, segments)
-            ways[policy.name] = Way(_streamed(query), copies, size, error, _kernel(shape.folded(query), segments))
+            detail = serving(shape.folded(query), segments, shape.head_dim)
+            ways[policy.name] = Way(_streamed(query), copies, size, error, detail)
             tick(0, 1)
         pair = keys[None], values[None]  # [1, kv_heads, tokens, head_dim]
         pairs = [pair, *((pair[0].clone(), pair[1].clone()) for _ in range(1, copies_of(shape.dense_bytes)))]
@@ -217,10 +218,3 @@ def _dense_ways(query: Tensor, shape: Shape) -> dict[str, Callable[[Any], Tensor
         return lambda pair: FOLDED[name](folded, *pair, folded_mask, shape.scale).view(query.shape)
 
     return {SDPA: stock} | {name: way(name) for name in FOLDED}
-
-
-def _kernel(query: Tensor, segments: Sequence[Segment]) -> str:
-    """What attends to segments, in words; as `kvquant.kernels.attend` chooses."""
-    if wide.serves(query, segments, query.shape[2], 0.0):
-        return "decoded piece by piece into torch's fused kernel"
-    return f"compiled kernel ({native.ISAS[native.isa()]})" if native.serves(query, segments) else "plain torch"

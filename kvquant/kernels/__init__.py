@@ -7,24 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import eager, gpu, gpu_attention, native, wide
+from . import gpu, gpu_attention
+from .choice import chosen, means, serving
 from .coding import decode, encode
 from .segments import Dense, Memo, Sealed, Segment
 
-__all__ = ["Dense", "Memo", "Sealed", "Segment", "attend", "attend_rows", "decode", "encode"]
+__all__ = ["Dense", "Memo", "Sealed", "Segment", "attend", "attend_rows", "decode", "encode", "means", "serving"]
 
 
 def attend(
     query: Tensor, segments: Sequence[Segment], dim: int, *, scale: float, softcap: float = 0.0, news: int = 1
 ) -> tuple[Tensor, Tensor]:
     """See `eager.attend`, to which the compiled kernels are held."""
-    if query.is_cuda:
-        chosen = gpu_attention.attend if gpu.serves(query) else eager.attend
-    elif wide.serves(query, segments, dim, softcap):
-        chosen = wide.attend
-    else:
-        chosen = native.attend if native.serves(query, segments) else eager.attend
-    return chosen(query, segments, dim, scale=scale, softcap=softcap, news=news)
+    way = chosen(query, segments, dim, softcap)
+    return way(query, segments, dim, scale=scale, softcap=softcap, news=news)
 
 
 def attend_rows(

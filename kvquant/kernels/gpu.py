@@ -17,10 +17,17 @@ def installed() -> bool:
     return find_spec("triton") is not None
 
 
+def obstacle(device: torch.device) -> str:
+    """Why kernels can't work on a GPU, or nothing."""
+    if not installed():
+        return "there is no Triton; pip install triton"
+    return "" if _recent_enough(device) else "it does not multiply bfloat16"
+
+
 def runs_on(x: Tensor) -> bool:
     """Whether kernels can work on a tensor where it is."""
     if x.is_cuda:
-        return installed() and _recent_enough(x.device)
+        return not obstacle(x.device)
     return x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and installed()
 
 

@@ -1,16 +1,10 @@
-"""The compiled CPU kernels (``csrc/``), called through a plain C interface; nothing needs them.
-
-The library is built with the package where there is a compiler. It knows nothing of torch: pointers go in, and
-threads are those of the OpenMP runtime that torch has loaded already.
-"""
+"""The compiled CPU kernels of attention (``csrc/kernels.cpp``), called through a plain C interface."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,10 +13,9 @@ from torch import Tensor
 from ..codecs import Codec
 from ..codecs.affine import Affine
 from ..codecs.raw import Raw
+from .loading import at_hand, isa, library
 from .segments import Dense, Sealed, Segment
 
-VERSION = 1  # of csrc/kvq.h
-ISAS = ("portable", "AVX2", "AVX-512BW", "AVX-512-VNNI")
 DENSE_STEP = 64  # tokens of a dense segment that are one piece of work
 
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -35,35 +28,10 @@ _formats: dict[tuple[int, ...], ctypes.Array[ctypes.c_char]] = {}  # a few, for 
 _packed: WeakKeyDictionary[Segment, bytes] = WeakKeyDictionary()
 
 
-@lru_cache(maxsize=1)
-def library() -> ctypes.CDLL | None:
-    """The library, None where it was not built or is of another release."""
-    for path in sorted(Path(__file__).parent.glob("_native*")):
-        try:
-            found = ctypes.CDLL(str(path))
-            found.kvq_version.restype = found.kvq_best.restype = found.kvq_attention.restype = ctypes.c_int64
-            if found.kvq_version() == VERSION:
-                word, address = ctypes.c_int64, ctypes.c_void_p
-                found.kvq_attention.argtypes = [address, address, word, address, address, address, word, word]
-                return found
-        except (OSError, AttributeError):
-            continue
-    return None
-
-
-@lru_cache(maxsize=1)
-def isa() -> int:
-    """The best instruction set of this machine that the library has code for: an index of `ISAS`."""
-    found = library()
-    return 0 if found is None else int(found.kvq_best())
-
-
 def serves(query: Tensor, segments: Sequence[Segment]) -> bool:
     """Whether the library can do this attention."""
-    if library() is None or query.device.type != "cpu":
-        return False
     formats = {segment.value for segment in segments if isinstance(segment, Sealed)}
-    return len(formats) < 2 and all(_served(segment) for segment in segments)
+    return len(formats) < 2 and all(_served(segment) for segment in segments) and at_hand(query.device)
 
 
 def attend(

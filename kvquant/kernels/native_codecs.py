@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..codecs import Fields, Layout
 from ..codecs.affine import Affine
-from . import native
+from .loading import at_hand, isa, library
 
 FEW = 1 << 15  # values that one thread takes by itself: waking another costs as much
 
@@ -23,23 +21,9 @@ _FIELDS = struct.Struct("4q")
 _WIDE = 1  # of a block, as csrc/codecs.h numbers it; what is above is left to the codec's own method
 
 
-@lru_cache(maxsize=1)
-def library() -> ctypes.CDLL | None:
-    """The library, None where it was not built or cannot do this."""
-    found = native.library()
-    if found is None or not hasattr(found, "kvq_encode"):
-        return None
-    word, address = ctypes.c_int64, ctypes.c_void_p
-    found.kvq_encode.restype = found.kvq_decode.restype = word
-    found.kvq_encode.argtypes = [address, address, address, address, word, word]
-    found.kvq_decode.argtypes = [address, address, address, word, word]
-    return found
-
-
 def serves(codec: Affine, given: Tensor) -> bool:
     """Whether the library has this codec for blocks, or codes, that lie where ``given`` does."""
-    known = type(codec) is Affine and codec.bits in (8, 4, 3, 2)
-    return known and given.device.type == "cpu" and library() is not None
+    return type(codec) is Affine and codec.bits in (8, 4, 3, 2) and at_hand(given.device)
 
 
 def encode(codec: Affine, blocks: Tensor, level: int | None = None) -> Fields | None:
@@ -47,7 +31,7 @@ def encode(codec: Affine, blocks: Tensor, level: int | None = None) -> Fields | 
 
     ``blocks`` is ``[n, heads, tokens, dim]`` in any strides. Left to the codec's own method are dtypes other than
     float32, bfloat16 and float16, values that are not finite or from 2^50 on, and shapes it refuses. ``level`` picks
-    an instruction set (an index of `native.ISAS`) other than the best.
+    an instruction set (an index of `loading.ISAS`) other than the best.
     """
     layout = _layout(codec, blocks)
     if layout is None:
@@ -67,7 +51,7 @@ def encode(codec: Affine, blocks: Tensor, level: int | None = None) -> Fields | 
             _fields(fields),
             seen.data_ptr(),
             _threads(blocks),
-            native.isa() if level is None else level,
+            isa() if level is None else level,
         )
         if failed:
             raise MemoryError("no memory to encode blocks")
@@ -102,7 +86,7 @@ def decode(codec: Affine, fields: Fields, out: Tensor, level: int | None = None)
         _fields(fields),
         _states(out),
         _threads(out),
-        native.isa() if level is None else level,
+        isa() if level is None else level,
     )
     if failed:
         raise MemoryError("no memory to decode blocks")

@@ -49,6 +49,8 @@ def test_rows_compare_with_both_baselines_of_the_same_run(small_caches, queries,
         assert row.peak_bytes is None or row.peak_bytes >= 0
         limit = 1e-3 if subject in ("int4", "fp16") else {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
         assert 0 < row.value < limit
+        named = "compiled kernel" in row.detail or "plain torch" in row.detail
+        assert named == (subject in ("int4", "fp16"))
 
 
 def test_bytes_are_those_that_codecs_store(small_caches):

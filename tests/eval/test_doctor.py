@@ -10,6 +10,7 @@ import pytest
 import transformers as tf
 
 from kvquant import PrecisionPolicy
+from kvquant.kernels import means
 from kvquant_eval.cli import run
 from kvquant_eval.doctor import Diagnosis, diagnose_config
 from tests.models import COMMON, FAMILIES
@@ -135,13 +136,17 @@ def test_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run(["doctor", str(model_folder), "--policy", "shallow-fp16-deep-int4"]) == 0
     out, _ = capsys.readouterr()
     assert out.splitlines()[0] == "layer 0: full_attention, compressed: key fp16, value fp16"
+    assert f"on cpu: {means()['cpu']}" in out.splitlines()
     assert run(["doctor", str(model_folder), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [row["layer"] for row in document["rows"]] == [0, 1, 2, 3]
+    assert document["kernels"] == means()
     windowed = tmp_path / "windowed"
     tf.MistralConfig(**COMMON, sliding_window=8).save_pretrained(windowed)
     assert run(["doctor", str(windowed)]) == 1
-    assert "nothing to compress" in capsys.readouterr().out
+    out, _ = capsys.readouterr()
+    assert "nothing to compress" in out
+    assert "on cpu" not in out
 
 
 @pytest.mark.parametrize(
