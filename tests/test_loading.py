@@ -6,6 +6,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import xxhash._xxhash
 from kvquant import get_codec
 from kvquant.kernels import Dense, attend, encode, loading, means, native, serving
 
-BUILT = not loading.missing()
+ROOT = Path(__file__).parent.parent
+built = pytest.mark.skipif(bool(loading.missing()), reason="the library is not built here: no compiler")
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def test_another_library(folder):
     assert "(_native.so is of another release)" in loading.missing()
 
 
-@pytest.mark.skipif(not BUILT, reason="the library is not built here: no compiler")
+@built
 def test_another_release(monkeypatch, anew):
     monkeypatch.setattr(loading, "VERSION", -1)
     assert "is of another release)" in loading.missing()
@@ -79,7 +81,7 @@ def test_it_is_not_missed_elsewhere(folder, caplog):
     assert not caplog.records
 
 
-@pytest.mark.skipif(not BUILT, reason="the library is not built here: no compiler")
+@built
 def test_it_is_not_missed_where_it_is(caplog):
     attend(*one_token(), scale=1.0)
     assert not caplog.records
@@ -103,13 +105,19 @@ def test_what_serves_is_named(folder):
     assert means()["cpu"] == f"plain torch, which is slower: {loading.missing()}"
 
 
-@pytest.mark.skipif(not BUILT, reason="the library is not built here: no compiler")
+@built
 def test_what_serves_is_named_with_the_library():
     best = loading.ISAS[loading.isa()]
     query, segments, dim = one_token()
     assert serving(query, segments, dim) == f"compiled kernel ({best})"
     assert serving(query.expand(2, 64, dim), segments, dim) == "decoded piece by piece into torch's fused kernel"
     assert means()["cpu"] == f"compiled kernels of integer codecs ({best}), 1 thread"
+
+
+@built
+def test_what_wheels_are_tested_with():
+    done = subprocess.run([sys.executable, "-m", "tests.smoke"], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.startswith("compiled kernels of integer codecs (")
 
 
 @pytest.mark.parametrize(
