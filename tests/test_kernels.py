@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvquant import get_codec
 from kvquant.attention import reference
-from kvquant.kernels import Dense, Sealed, attend, eager, native, wide
+from kvquant.kernels import Dense, Sealed, attend, eager, encode, native, wide
 from kvquant.testing import relative_rms
 
 CODECS = ["fp16", *(f"int{bits}" for bits in (8, 4, 3, 2))]
@@ -138,7 +138,7 @@ def test_ragged_rows_by_several_threads(rotate, three_threads):
     for blocks, tail in [(0, 0), (1, 5), (40, 1), (0, 70), (7, 64), (0, 0), (90, 3), (0, 0)]:
         row = [Dense(*torch.randn(2, heads, tail, dim), causal=True)]
         if blocks:
-            fields = [codec.encode(torch.randn(blocks, heads, size, dim)) for codec in codecs]
+            fields = [encode(codec, torch.randn(blocks, heads, size, dim)) for codec in codecs]
             row.insert(0, Sealed(*codecs, *fields, (dim, dim), size, 4, blocks * size))
         rows.append(row)
     query = torch.randn(len(rows), heads, 2, dim)

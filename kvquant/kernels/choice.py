@@ -15,7 +15,7 @@ Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
 def chosen(query: Tensor, segments: Sequence[Segment], dim: int, softcap: float = 0.0) -> Attend:
-    """The way to attend that is fastest of those that can; each has the signature of `eager.attend`."""
+    """The way to attend that is taken; all have the signature of `eager.attend`."""
     if query.is_cuda:
         return gpu_attention.attend if gpu.serves(query) else eager.attend
     if wide.serves(query, segments, dim, softcap):
