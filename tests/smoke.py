@@ -27,7 +27,7 @@ def smoke() -> None:
     assert serving(query, segments, 64).startswith("compiled")
     for level in range(loading.isa() + 1):
         for codec, field in zip(codecs, fields, strict=True):
-            assert_same_fields(native_codecs.encode(codec, blocks, level) or {}, field)
+            assert_same_fields(native_codecs.encode(codec, blocks, level=level) or {}, field)
             decoded = torch.empty_like(blocks)
             assert native_codecs.decode(codec, field, decoded, level)
             assert relative_rms(decoded, codec.decode(field, 64, torch.float32)) < 1e-6
