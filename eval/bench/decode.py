@@ -27,7 +27,7 @@ from typing import Any
 from transformers import DynamicCache
 
 from kvquant import KVQuantCache
-from kvquant.geometry import decoder_module
+from kvquant.cache.hooks import why_decoded
 
 from ..errors import InputError, one_line
 from ..exact import exact_cache
@@ -176,9 +176,11 @@ class DecodeBench:
         """Steps over codes where they lie, with a copy of the cache that shares them."""
         cache = KVQuantCache.for_model(self.model, policy)
         self.decoder.fill(cache, rows)
-        return Stepper(
-            self.decoder, cache, rows, steps, partial(streamed, self.model), copy.deepcopy, detail=_how(self.model)
-        )
+        with streamed(self.model):
+            why = why_decoded(self.model)
+        detail = f"decoded for attention: {why}" if why else ""
+        attention = partial(streamed, self.model)
+        return Stepper(self.decoder, cache, rows, steps, attention, copy.deepcopy, detail=detail)
 
     def _floor(self) -> Stepper:
         cache = DynamicCache(config=self.model.config)
@@ -215,13 +217,6 @@ def _memory(model: Any, policies: Sequence[Any], context: int) -> int:
 
 def _sealing(policy: Any) -> str:
     return f"{policy.name} (sealing)"
-
-
-def _how(model: Any) -> str:
-    """What keeps a model from attending to codes, if anything."""
-    with streamed(model):
-        name = str(decoder_module(model).config._attn_implementation)  # type: ignore[union-attr]
-    return "" if name.startswith("kvquant") else f"decoded for attention: the model's own ({name}) stays"
 
 
 def _above(result: Result, floor: Result, bandwidth: float) -> Result:

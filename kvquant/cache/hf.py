@@ -1,4 +1,4 @@
-"""`KVQuantCache`: the compressed cache as a transformers `Cache`, in dense mode.
+"""`KVQuantCache`: the compressed cache as a transformers `Cache`.
 
 Layers that are compressed share one set of rows and block tables; every other layer is transformers' own.
 """

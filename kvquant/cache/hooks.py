@@ -1,21 +1,22 @@
-"""`enable` and `disable`: tell a `KVQuantCache` what each forward pass brings.
+"""`enable` and `disable`: tell a `KVQuantCache` what each forward pass brings, and attend to codes where they lie.
 
 A cache alone sees keys and values, never token ids or padding. `enable` puts one removable pre-hook on the
-model's decoder that announces them through `KVQuantCache.begin`.
+model's decoder that announces them through `KVQuantCache.begin`, and has its layers call `streaming.attend`.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 
-from ..errors import UnsupportedError
-from ..geometry import CACHE_NAMES, decoder_module, takes_cache
+from ..errors import KVQuantWarning, UnsupportedError
+from ..geometry import CACHE_NAMES, caches_latents, decoder_module, takes_cache
 from .hf import KVQuantCache
 from .streaming import attend
 
@@ -25,8 +26,11 @@ _HANDLE = "_kvquant_hook"  # kept on the decoder itself, so that a copy of the m
 def enable(model: nn.Module) -> None:
     """Install the hook on a transformers model; does nothing if it is there already.
 
-    With it, left padding takes no memory, blocks get content keys, a prompt that is cached whole costs one token, and
-    inputs that do not continue the cache are refused. Forward passes with other caches are not affected. Raises
+    With it, attention reads sealed blocks where they lie instead of decoding them, left padding takes no memory,
+    blocks get content keys, a prompt that is cached whole costs one token, and inputs that do not continue the cache
+    are refused. What cannot be attended to so (an unusual mask, attention weights that are wanted, gradients) is
+    decoded as without the hook; `CacheStats.fallbacks` counts it, and a `KVQuantWarning` tells the first time why.
+    So are all keys and values where `why_decoded` says so. Forward passes with other caches are not affected. Raises
     `UnsupportedError` for a model whose decoder takes no cache.
     """
     decoder = _decoder(model)
@@ -38,6 +42,23 @@ def enable(model: nn.Module) -> None:
         hook = partial(_announce, tuple(inspect.signature(decoder.forward).parameters))
         handle = decoder.register_forward_pre_hook(hook, with_kwargs=True)
         setattr(decoder, _HANDLE, (handle, _stream(decoder)))
+        if str(decoder.config._attn_implementation) not in (*_ATTENTION, *_ATTENTION.values()):
+            warnings.warn(
+                f"keys and values are decoded at every step: {why_decoded(model)}", KVQuantWarning, stacklevel=2
+            )
+
+
+def why_decoded(model: nn.Module) -> str:
+    """Why a model that is enabled has what is held decoded for attention; nothing if it reads codes where they lie."""
+    decoder = _decoder(model)
+    if caches_latents(decoder.config):
+        return "multi-head latent attention expands what is held"
+    attention = str(decoder.config._attn_implementation)
+    if attention in _ATTENTION.values():
+        return ""
+    if attention in _ATTENTION:
+        return f"{type(decoder).__name__} has an attention of its own"
+    return f"attention is {attention!r}; load the model with attn_implementation='sdpa'"
 
 
 def disable(model: nn.Module) -> None:
