@@ -33,11 +33,9 @@ class Tail:
 
     @classmethod
     def of(cls, tokens: Tensor) -> Tail:
-        """A tail of ``tokens`` ``[heads, tokens, dim]`` in a buffer of its own."""
-        heads, count, dim = tokens.shape
-        room = tokens.new_empty(heads, _room(count), dim)
-        room[:, :count] = tokens.detach()
-        return cls(_Buffer(room, count), room[:, :count])
+        """A tail of ``tokens`` ``[heads, tokens, dim]`` in a buffer just large enough."""
+        copy = tokens.detach().clone(memory_format=torch.contiguous_format)
+        return cls(_Buffer(copy, copy.shape[1]), copy)
 
     @property
     def room(self) -> Tensor:
@@ -51,8 +49,9 @@ class Tail:
         # What was made in inference mode can't be written outside of it.
         writable = torch.is_inference_mode_enabled() or not buffer.tokens.is_inference()
         if held != buffer.used or stop > size or not writable:
+            room = -(-stop // GROWTH) * GROWTH if held else stop
             heads, _, dim = new.shape
-            buffer = _Buffer(new.new_empty(heads, _room(stop) if held else stop, dim), held)
+            buffer = _Buffer(new.new_empty(heads, room, dim), held)
             buffer.tokens[:, :held] = self.tokens
         buffer.tokens[:, held:stop] = new.detach()
         buffer.used = stop
@@ -65,8 +64,3 @@ class Tail:
     def after(self, count: int) -> Tail:
         """What follows its first ``count`` tokens, in a buffer of its own: the old one may hold a whole prompt."""
         return Tail.of(self.tokens[:, count:])
-
-
-def _room(tokens: int) -> int:
-    """How many tokens there should be room for, for one more to fit."""
-    return (tokens // GROWTH + 1) * GROWTH if tokens else 0

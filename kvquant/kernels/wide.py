@@ -18,7 +18,7 @@ from .eager import parts_of
 from .segments import Dense, Segment
 
 MIN_QUERIES = 48  # of a head, from where this is the faster way
-PIECE_BYTES = 16 << 20  # of decoded keys and values at a time
+PIECE_BYTES = 8 << 20  # of decoded keys and values at a time
 
 Partial = tuple[Tensor, Tensor]  # output [heads, queries, dim] and log of the sum of exponentials [heads, queries]
 
@@ -87,18 +87,22 @@ def _pieces(segments: Sequence[Segment], like: Tensor, dim: int) -> Iterator[tup
 
 
 def _decoded(parts: Sequence[Segment], like: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    sides = []
-    for side in (0, 1):
-        found = []
-        for part in parts:
+    tokens = sum(part.tokens for part in parts)
+    keys, values = like.new_empty(2, like.shape[0], tokens, dim)
+    done = 0
+    for part in parts:
+        for side, to in enumerate((keys[:, done : done + part.tokens], values[:, done : done + part.tokens])):
             if isinstance(part, Dense):
-                found.append((part.keys, part.values)[side].to(like.dtype))
+                to.copy_((part.keys, part.values)[side])
+                continue
+            codec, fields = ((part.key, part.keys), (part.value, part.values))[side]
+            blocks = len(next(iter(fields.values())))
+            if part.tokens == blocks * part.block_tokens:
+                decode(codec, fields, dim, to.dtype, torch.unflatten(to, 1, (blocks, -1)).transpose(0, 1))
             else:
-                codec, fields = ((part.key, part.keys), (part.value, part.values))[side]
-                tokens = decode(codec, fields, dim, like.dtype).transpose(0, 1).flatten(1, 2)
-                found.append(tokens[:, part.first : part.stop])
-        sides.append(torch.cat(found, dim=1) if found[1:] else found[0])
-    return sides[0], sides[1]
+                to.copy_(decode(codec, fields, dim, to.dtype).transpose(0, 1).flatten(1, 2)[:, part.first : part.stop])
+        done += part.tokens
+    return keys, values
 
 
 def _fused(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool = False) -> Partial:
