@@ -148,3 +148,15 @@ def test_ragged_rows_by_several_threads(rotate, three_threads):
             expected, expected_log = reference.attend(asked, row, dim, scale=0.1, dtype=torch.float64)
             assert torch.allclose(log.double(), expected_log, atol=1e-3)
             assert (output - expected).norm() <= 1e-3 * expected.norm()
+
+
+def test_fields_as_a_codec_gives_them():
+    """Whose strides may be any."""
+    codecs = (
+        get_codec({"codec": "int8", "axis": "channel", "rotate": "hadamard"}, "key", 64),
+        get_codec("int4", "value", 64),
+    )
+    blocks, query = torch.randn(2, 3, 64, 64), torch.randn(3, 1, 64)
+    segments = [Sealed(*codecs, *(codec.encode(blocks) for codec in codecs), (64, 64), 64, 0, 128)]
+    expected, _ = reference.attend(query, segments, 64, scale=0.125, dtype=torch.float64)
+    assert relative_rms(attend(query, segments, 64, scale=0.125)[0], expected) <= 1e-3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -151,3 +153,53 @@ def test_key_biases_are_counted_at_their_positions(family, rope):
     streamed = feed(model, cache, ids, 50, 1, 1, 20, 1)
     assert not cache.stats().fallbacks
     assert (streamed - dense).norm() <= 5e-3 * dense.norm()
+
+
+@pytest.mark.parametrize("trained", ["k_proj", "v_proj", "q_proj"])
+def test_gradients_of_keys_or_values_alone(trained):
+    model, ids = tiny(), prompt(60)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    grads = []
+    for switch in (kvquant.disable, kvquant.enable):
+        switch(model)
+        cache = KVQuantCache.for_model(model, POLICIES[1])
+        feed(model, cache, ids[:, :50], 50)
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", KVQuantWarning)
+            model(input_ids=ids[:, 50:], cache=cache).logits.square().sum().backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad])
+    assert all(torch.allclose(*pair, rtol=1e-4, atol=1e-5) for pair in zip(*grads, strict=True))
+
+
+def test_an_enabled_model_is_loaded_elsewhere(tmp_path):
+    model = tiny()
+    kvquant.enable(model)
+    torch.save(model, tmp_path / "model.pt")
+    code = (
+        f"import torch; m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); m(torch.tensor([[5, 6]]))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_disable_leaves_an_attention_chosen_since():
+    model = tiny()
+    kvquant.enable(model)
+    model.set_attn_implementation("eager")
+    kvquant.disable(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_copies_count_their_own_fallbacks():
+    model, ids = tiny(), prompt(40)
+    kvquant.enable(model)
+    cache = KVQuantCache.for_model(model, POLICIES[0])
+    feed(model, cache, ids, 40)
+    twin = copy.deepcopy(cache)
+    odd = torch.ones(1, 1, 1, 41, dtype=torch.bool)
+    odd[..., 3] = False
+    with torch.no_grad(), pytest.warns(KVQuantWarning, match="its mask is not"):
+        model(input_ids=ids[:, :1], attention_mask=odd, cache=twin)
+    assert twin.stats().fallbacks
+    assert not cache.stats().fallbacks

@@ -33,9 +33,11 @@ _Policies = Annotated[str, typer.Option(help=POLICIES_HELP)]
 _Contexts = Annotated[
     str, typer.Option(help="Tokens of history, e.g. 512,8K (K = 1024), however many the model takes.")
 ]
-_Batch = Annotated[int, typer.Option(min=1, help="Rows, of different lengths around the context if several.")]
-_Steps = Annotated[int, typer.Option(min=1, help="Steps timed in each turn.")]
-_Repeats = Annotated[int, typer.Option(min=1, help="Turns of each subject; medians are taken over all.")]
+_Batch = Annotated[
+    int, typer.Option(min=1, max=1 << 16, help="Rows, of different lengths around the context if several.")
+]
+_Steps = Annotated[int, typer.Option(min=1, max=1000, help="Steps timed in each turn.")]
+_Repeats = Annotated[int, typer.Option(min=1, max=1000, help="Turns of each subject; medians are taken over all.")]
 _DType = Annotated[DType, typer.Option(help="What the model computes in.")]
 _Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 

@@ -92,9 +92,11 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """-1: no limit."""
         return -1
 
-    def fork(self, calls: Calls) -> KVQuantLayer:
+    def fork(self, calls: Calls, watch: Watch) -> KVQuantLayer:
         """A copy that belongs to ``calls`` and shares every block."""
-        return KVQuantLayer(self.index, calls, self.key.fork(), self.value.fork(), self.watch)
+        return KVQuantLayer(
+            self.index, calls, self.key.fork(), self.value.fork(), None if self.watch is None else watch
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise UnsupportedError("a layer of a KVQuantCache shares its rows with the others: copy the cache")
@@ -301,8 +303,9 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         twin.rows = self.rows.fork()
         twin._calls = self._calls.fork(twin.rows)
         twin._bytes = dict(self._bytes)
+        twin._watch = self._watch.fork()
         twin.layers = [
-            layer.fork(twin._calls) if isinstance(layer, KVQuantLayer) else copy.deepcopy(layer, memo)
+            layer.fork(twin._calls, twin._watch) if isinstance(layer, KVQuantLayer) else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
         return twin

@@ -41,7 +41,7 @@ def enable(model: nn.Module) -> None:
     if _HANDLE not in vars(decoder):
         hook = partial(_announce, tuple(inspect.signature(decoder.forward).parameters))
         handle = decoder.register_forward_pre_hook(hook, with_kwargs=True)
-        setattr(decoder, _HANDLE, (handle, _stream(decoder)))
+        setattr(decoder, _HANDLE, _Installed(handle, _stream(decoder)))
         if str(decoder.config._attn_implementation) not in (*_ATTENTION, *_ATTENTION.values()):
             warnings.warn(
                 f"keys and values are decoded at every step: {why_decoded(model)}", KVQuantWarning, stacklevel=2
@@ -65,27 +65,44 @@ def disable(model: nn.Module) -> None:
     """Remove what `enable` installed, if anything."""
     decoder = _decoder(model)
     if found := vars(decoder).pop(_HANDLE, None):
-        handle, attention = found
-        handle.remove()
-        if attention:
-            decoder.set_attn_implementation(attention)
+        found.hook.remove()
+        if (
+            found.attention and str(decoder.config._attn_implementation) in _ATTENTION.values()
+        ):  # else another was chosen
+            decoder.set_attn_implementation(found.attention)
+
+
+class _Installed:
+    """What `enable` changed: a hook, and the ``attention`` there was before, empty if it stays."""
+
+    def __init__(self, hook: Any, attention: str) -> None:
+        self.hook, self.attention = hook, attention
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        _register()  # an enabled model may be loaded, hook and all, in another process
 
 
 def _stream(decoder: Any) -> str:
     """Switch a decoder to attention that takes what is held as it is; what it had before, empty if it can't."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     before = str(decoder.config._attn_implementation)
     if before not in _ATTENTION or not decoder._can_set_attn_implementation():
         return ""
+    _register()
+    decoder.set_attn_implementation(_ATTENTION[before])
+    return before if decoder.config._attn_implementation == _ATTENTION[before] else ""
+
+
+def _register() -> None:
+    """Have transformers know the names in `_ATTENTION`."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     for kind, name in _ATTENTION.items():
         ALL_ATTENTION_FUNCTIONS.register(
             name, partial(attend, _eager if kind == "eager" else ALL_ATTENTION_FUNCTIONS[kind])
         )
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kind])
-    decoder.set_attn_implementation(_ATTENTION[before])
-    return before if decoder.config._attn_implementation == _ATTENTION[before] else ""
 
 
 def _eager(module: Any, *args: Any, **given: Any) -> Any:

@@ -38,7 +38,7 @@ class CacheStats:
     uncompressed 16-bit cache of the same tokens takes there, padding excluded, whatever dtype the model runs in.
     ``other_bytes`` are those of layers that pass through (sliding windows, …). ``peak_kv_bytes`` adds the one
     layer that is decoded for attention at a time. ``fallbacks`` is how often a layer's keys, or values, were decoded
-    though `kvquant.enable` is on, by the cache or its copies.
+    though `kvquant.enable` is on, since the cache, or the one it is a copy of, was built.
     """
 
     layers: tuple[LayerStats, ...]

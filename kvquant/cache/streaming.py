@@ -122,7 +122,7 @@ def attend(plain: Attention, module: Any, query: Tensor, key: Tensor, value: Ten
     """What transformers calls as a layer's attention: streamed where it can be, else ``plain`` on decoded states."""
     if not (isinstance(key, HeldStates) and isinstance(value, HeldStates)):
         return plain(module, query, key, value, mask, **given)
-    if why := _obstacle(query, key, mask, given):
+    if why := _obstacle(query, key, value, mask, given):
         return plain(module, query, key.decode(why), value.decode(why), mask, **given)
     if key.segments.bias and decoding_pays(query.shape[1] // key.shape[1] * query.shape[2]):
         # What biases add to the scores of so many queries takes more memory than keys do.
@@ -140,10 +140,11 @@ def attend(plain: Attention, module: Any, query: Tensor, key: Tensor, value: Ten
     return output.transpose(1, 2).contiguous(), None
 
 
-def _obstacle(query: Tensor, key: HeldStates, mask: Any, given: dict[str, Any]) -> str:
+def _obstacle(query: Tensor, key: HeldStates, value: HeldStates, mask: Any, given: dict[str, Any]) -> str:
     """Why a layer's attention can't be streamed, or nothing."""
     call = key.held.call
-    if torch.is_grad_enabled() and query.requires_grad:
+    learning = query, key.held.fresh, value.held.fresh, given.get("s_aux")
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learning):
         return "gradients are wanted"
     if given.get("dropout"):
         return "attention weights are dropped out"
@@ -162,6 +163,12 @@ class Watch:
     def __init__(self) -> None:
         self.fallbacks = 0
         self._seen: tuple[Any, Any, bool] = (lambda: None, None, False)
+
+    def fork(self) -> Watch:
+        """One that goes on from here, for a copy of the cache."""
+        twin = Watch()
+        twin.fallbacks = self.fallbacks
+        return twin
 
     def decoded(self, why: str) -> None:
         """Count that a layer's keys or values had to be decoded; the first time is told as a warning."""

@@ -113,8 +113,9 @@ def _served(segment: Segment) -> bool:
     if isinstance(segment, Dense):
         return segment.keys.dtype in _KINDS and segment.values.dtype in _KINDS
     sides = ((segment.key, segment.keys), (segment.value, segment.values))
-    return all(
-        isinstance(codec, Affine) or (isinstance(codec, Raw) and next(iter(fields.values())).dtype in _KINDS)
+    return all(field.stride(-1) == 1 for _, fields in sides for field in fields.values()) and all(
+        (isinstance(codec, Affine) and fields["scale"].is_contiguous() and fields["zero"].is_contiguous())
+        or (isinstance(codec, Raw) and next(iter(fields.values())).dtype in _KINDS)
         for codec, fields in sides
     )
 
