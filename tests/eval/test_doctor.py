@@ -28,11 +28,15 @@ def family_row(family: str, diagnosis: Diagnosis) -> str:
     return f"| {family} | {', '.join(kinds['compressed'])} | {', '.join(kinds['passed through']) or '–'} |"
 
 
+DECODED = {"bloom", "falcon", "deepseek_v2", "deepseek_v3"}  # for attention, which is slower
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_served_and_in_the_readme(family: str) -> None:
     diagnosis = diagnose_config(FAMILIES[family](), INT4)
     assert diagnosis.served
-    assert not diagnosis.notes
+    assert [note for note in diagnosis.notes if "decoded for attention" not in note] == []
+    assert bool(diagnosis.notes) == (family in DECODED)
     assert family_row(family, diagnosis) in README.splitlines()
 
 
