@@ -94,19 +94,33 @@ def test_what_cannot_be_streamed_is_decoded_and_told_once():
     assert torch.allclose(hidden, model(input_ids=ids[:, 60:70], attention_mask=odd, cache=plain).logits, atol=1e-5)
 
 
-def test_gradients_are_those_of_dense_mode():
-    model, ids = tiny(), prompt(60)
-    grads = []
-    for enabled in (True, False):
-        (kvquant.enable if enabled else kvquant.disable)(model)
-        cache = KVQuantCache.for_model(model, POLICIES[0])
+def gradients(model, policy):
+    """Of a call after 50 tokens, by parameters that want one, in dense mode and streamed."""
+    ids = prompt(60)
+    for switch in (kvquant.disable, kvquant.enable):
+        switch(model)
+        cache = KVQuantCache.for_model(model, policy)
         feed(model, cache, ids[:, :50], 50)
         model.zero_grad()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", KVQuantWarning)
             model(input_ids=ids[:, 50:], cache=cache).logits.square().sum().backward()
-        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+        yield {name: x.grad.clone() for name, x in model.named_parameters() if x.requires_grad}
+
+
+def test_gradients_are_those_of_dense_mode():
+    grads = [found["model.layers.0.self_attn.q_proj.weight"] for found in gradients(tiny(), POLICIES[0])]
     assert torch.allclose(*grads, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("trained", ["k_proj", "v_proj", "q_proj"])
+def test_gradients_of_keys_or_values_alone(trained):
+    model = tiny()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    dense, streamed = gradients(model, POLICIES[1])
+    assert dense
+    assert all(torch.allclose(streamed[name], grad, rtol=1e-4, atol=1e-5) for name, grad in dense.items())
 
 
 def test_enable_switches_attention_and_disable_brings_it_back():
@@ -153,24 +167,6 @@ def test_key_biases_are_counted_at_their_positions(family, rope):
     streamed = feed(model, cache, ids, 50, 1, 1, 20, 1)
     assert not cache.stats().fallbacks
     assert (streamed - dense).norm() <= 5e-3 * dense.norm()
-
-
-@pytest.mark.parametrize("trained", ["k_proj", "v_proj", "q_proj"])
-def test_gradients_of_keys_or_values_alone(trained):
-    model, ids = tiny(), prompt(60)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained in name)
-    grads = []
-    for switch in (kvquant.disable, kvquant.enable):
-        switch(model)
-        cache = KVQuantCache.for_model(model, POLICIES[1])
-        feed(model, cache, ids[:, :50], 50)
-        model.zero_grad()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", KVQuantWarning)
-            model(input_ids=ids[:, 50:], cache=cache).logits.square().sum().backward()
-        grads.append([parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad])
-    assert all(torch.allclose(*pair, rtol=1e-4, atol=1e-5) for pair in zip(*grads, strict=True))
 
 
 def test_an_enabled_model_is_loaded_elsewhere(tmp_path):

@@ -36,10 +36,8 @@ from .layer import Shape, compressed, copied, copies_of, exact_attention, memory
 from .load import LoadGuard
 from .machine import Reader, check_memory
 from .peak import extra_peak, least
-from .rows import DENSE, Outcome, Result, Tick, best_of, compare, take_turns
+from .rows import DENSE, READ, SDPA, Outcome, Result, Tick, best_of, compare, take_turns
 
-SDPA = "SDPA"
-_READ = "read bandwidth"
 _CALL_SECONDS = 2e-3  # of calls in a run: shorter ones are timed several at once
 
 
@@ -72,13 +70,11 @@ def run_attention(options: AttentionOptions, say: Callable[[str], None], progres
         for policy in policies:
             sealed_tokens(policy, shape)
         check_memory("--tokens", str(shape.tokens), memory(policies, shape))
-    found = Outcome([], [])
+    found = Outcome()
     for shape in shapes:
         bench = AttentionBench(shape, policies, options.repeats)
         with progress(f"Attention over {shape.tokens} tokens", [(0, 1)] * bench.ticks) as tick:
-            outcome = bench.run(say, tick)
-        found.rows.extend(outcome.rows)
-        found.cases.extend(outcome.cases)
+            found.add(bench.run(say, tick))
     return found
 
 
@@ -137,9 +133,9 @@ class AttentionBench:
         ways = self._ways(tick)
         reader = Reader.fastest()
         with LoadGuard(say) as guard:
-            turns = {name: way.run for name, way in ways.items()} | {_READ: reader.run}
+            turns = {name: way.run for name, way in ways.items()} | {READ: reader.run}
             seconds = take_turns(turns, self.repeats, tick)
-        read = seconds.pop(_READ)
+        read = seconds.pop(READ)
         bandwidth = reader.bandwidth(read)
         results = {}
         for name, way in ways.items():

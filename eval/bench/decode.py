@@ -40,12 +40,11 @@ from .history import Decoder, Rows, plain_rows, sealing_rows
 from .layer import block_bytes
 from .load import LoadGuard
 from .machine import Reader, check_memory
-from .rows import DENSE, Outcome, Result, Tick, best_of, compare, take_turns
+from .rows import DENSE, READ, Outcome, Result, Tick, best_of, compare, take_turns
 from .steps import UNTIMED, Stepper, rewind, share, streamed
 
 STOCK = "DynamicCache"
 FLOOR = "no history"
-_READ = "read bandwidth"
 
 
 @dataclass(frozen=True)
@@ -89,15 +88,13 @@ def run_steps(
             f"{options.batch} × {format_context(context)}",
             options.batch * _memory(loaded.model, policies, context),
         )
-    outcomes = Outcome([], [])
+    found = Outcome()
     for context in contexts:
         case = DecodeBench(loaded.model, policies, context, options.batch, options.steps, options.repeats)
         title = f"Steps after {format_context(context)} tokens"
         with progress(title, [(0, 1)] * case.ticks(len(list(more(case))))) as tick:
-            outcome = case.run(bench, more, say, tick)
-        outcomes.rows.extend(outcome.rows)
-        outcomes.cases.extend(outcome.cases)
-    return outcomes
+            found.add(case.run(bench, more, say, tick))
+    return found
 
 
 @dataclass
@@ -138,9 +135,9 @@ class DecodeBench:
             tick(0, 1)
         reader = Reader.fastest()
         with LoadGuard(say) as guard:
-            turns = {name: stepper.run for name, stepper in steppers.items()} | {_READ: reader.run}
+            turns = {name: stepper.run for name, stepper in steppers.items()} | {READ: reader.run}
             seconds = take_turns(turns, self.repeats, tick)
-        read = seconds.pop(_READ)
+        read = seconds.pop(READ)
         results = {name: self._result(stepper, seconds[name]) for name, stepper in steppers.items()}
         floor = results[FLOOR]
         results = {name: _above(result, floor, reader.bandwidth(read)) for name, result in results.items()}

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import one_line
-from .rows import Case, Result, take_turns
+from .rows import READ, Case, Result, take_turns
 
-_READ = "read bandwidth"
 _FLUSHED = 256 << 20  # bytes, more than any GPU's caches hold
 _READ_BYTES = 4 << 30  # of which bandwidth is measured, at most
 _READ_BYTES_OF_CPU = 1 << 20
@@ -133,11 +132,11 @@ class Trial:
     def run(self, repeats: int, case: int) -> Case:
         """Time all calls, ``repeats`` times each, between readings of memory."""
         reader = Reader.fastest(self.watch)
-        turns: dict[str, Callable[[], Sequence[float]]] = {_READ: reader.run}
+        turns: dict[str, Callable[[], Sequence[float]]] = {READ: reader.run}
         for name, call in self._calls.items():
             turns[name] = partial(self.watch, call)
         seconds = take_turns(turns, repeats)
-        bandwidth = reader.bandwidth(seconds.pop(_READ))
+        bandwidth = reader.bandwidth(seconds.pop(READ))
         for name, spent in seconds.items():
             result = self.results[name]
             assert result.bytes_moved is not None

@@ -26,9 +26,8 @@ from kvquant.testing import relative_rms
 from .dense import FOLDED
 from .device import Stopwatch, Trial
 from .layer import Shape, block_bytes, compressed, exact_attention, stored_bytes
-from .rows import DENSE, Outcome, Result, best_of, compare
+from .rows import DENSE, SDPA, Outcome, Result, best_of, compare
 
-SDPA = "SDPA"
 COPY = "copy"
 AS_IT_IS = "as it is"
 WAYS = ("fused", "two products")  # of `dense`, those that a GPU can do

@@ -53,15 +53,13 @@ def run_prefill(options: PrefillOptions, say: Callable[[str], None], progress: P
     if limit is not None and contexts[-1] > limit:
         raise InputError(f"--contexts: {contexts[-1]}; allowed: up to the model's limit of {limit} tokens")
     ids = tokens_of(loaded, default_text(), contexts).ids
-    found = Outcome([], [])
+    found = Outcome()
     for context in contexts:
         runs = options.repeats * (1 + len(policies))
         forwards = chunk_bounds([context], options.chunk) * runs
         with progress(f"{runs} runs of {format_context(context)} tokens", forwards) as tick:
             bench = PrefillBench(loaded.model, ids, policies, options.chunk, options.repeats, tick)
-            outcome = bench.run(context, say)
-        found.rows.extend(outcome.rows)
-        found.cases.extend(outcome.cases)
+            found.add(bench.run(context, say))
     return found
 
 

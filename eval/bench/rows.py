@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median, quantiles
 from typing import Any
 
 Tick = Callable[[int, int], None]
 DENSE = "best dense"
+SDPA = "SDPA"
+READ = "read bandwidth"  # takes turns with the subjects
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,13 @@ class Case:
 class Outcome:
     """What a bench found."""
 
-    rows: list[BenchRow]
-    cases: list[Case]
+    rows: list[BenchRow] = field(default_factory=list)
+    cases: list[Case] = field(default_factory=list)
+
+    def add(self, other: Outcome) -> None:
+        """Take in what was found in other cases."""
+        self.rows.extend(other.rows)
+        self.cases.extend(other.cases)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def __init__(self, index: int, calls: Calls, key: History, value: History, watch: Watch | None = None) -> None:
         """``watch`` of all layers, None where attention needs what is held decoded."""
         self.index = index
-        self.watch = watch
         self.segments = None if watch is None else Segments(key, value, watch)
         self.calls = calls
         self.key = key
@@ -95,7 +94,7 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def fork(self, calls: Calls, watch: Watch) -> KVQuantLayer:
         """A copy that belongs to ``calls`` and shares every block."""
         return KVQuantLayer(
-            self.index, calls, self.key.fork(), self.value.fork(), None if self.watch is None else watch
+            self.index, calls, self.key.fork(), self.value.fork(), None if self.segments is None else watch
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

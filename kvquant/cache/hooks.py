@@ -41,8 +41,8 @@ def enable(model: nn.Module) -> None:
     if _HANDLE not in vars(decoder):
         hook = partial(_announce, tuple(inspect.signature(decoder.forward).parameters))
         handle = decoder.register_forward_pre_hook(hook, with_kwargs=True)
-        setattr(decoder, _HANDLE, _Installed(handle, _stream(decoder)))
-        if str(decoder.config._attn_implementation) not in (*_ATTENTION, *_ATTENTION.values()):
+        setattr(decoder, _HANDLE, _Installed(handle, _switch(decoder)))
+        if not _streams(decoder) and _attention(decoder) not in _ATTENTION:
             warnings.warn(
                 f"keys and values are decoded at every step: {why_decoded(model)}", KVQuantWarning, stacklevel=2
             )
@@ -53,10 +53,9 @@ def why_decoded(model: nn.Module) -> str:
     decoder = _decoder(model)
     if caches_latents(decoder.config):
         return "multi-head latent attention expands what is held"
-    attention = str(decoder.config._attn_implementation)
-    if attention in _ATTENTION.values():
+    if _streams(decoder):
         return ""
-    if attention in _ATTENTION:
+    if (attention := _attention(decoder)) in _ATTENTION:
         return f"{type(decoder).__name__} has an attention of its own"
     return f"attention is {attention!r}; load the model with attn_implementation='sdpa'"
 
@@ -66,9 +65,7 @@ def disable(model: nn.Module) -> None:
     decoder = _decoder(model)
     if found := vars(decoder).pop(_HANDLE, None):
         found.hook.remove()
-        if (
-            found.attention and str(decoder.config._attn_implementation) in _ATTENTION.values()
-        ):  # else another was chosen
+        if found.attention and _streams(decoder):  # else another was chosen since
             decoder.set_attn_implementation(found.attention)
 
 
@@ -83,14 +80,24 @@ class _Installed:
         _register()  # an enabled model may be loaded, hook and all, in another process
 
 
-def _stream(decoder: Any) -> str:
+def _switch(decoder: Any) -> str:
     """Switch a decoder to attention that takes what is held as it is; what it had before, empty if it can't."""
-    before = str(decoder.config._attn_implementation)
+    before = _attention(decoder)
     if before not in _ATTENTION or not decoder._can_set_attn_implementation():
         return ""
     _register()
     decoder.set_attn_implementation(_ATTENTION[before])
-    return before if decoder.config._attn_implementation == _ATTENTION[before] else ""
+    return before if _attention(decoder) == _ATTENTION[before] else ""
+
+
+def _attention(decoder: Any) -> str:
+    """What transformers calls the attention of a decoder's layers."""
+    return str(getattr(decoder.config, "_attn_implementation", ""))
+
+
+def _streams(decoder: Any) -> bool:
+    """Whether a decoder's layers call `streaming.attend`."""
+    return _attention(decoder) in _ATTENTION.values()
 
 
 def _register() -> None:
@@ -140,6 +147,5 @@ def _announce(
     if cache.model is not None and cache.decoder is not module:
         ids = None  # another model's keys and values must not get this model's content keys
     if isinstance(shaped, Tensor):
-        streamed = str(getattr(module.config, "_attn_implementation", "")) in _ATTENTION.values()
-        cache.begin(ids, given.get("attention_mask"), given.get("position_ids"), shaped.shape[1], streamed)
+        cache.begin(ids, given.get("attention_mask"), given.get("position_ids"), shaped.shape[1], _streams(module))
     return ((), given) if repeated else None

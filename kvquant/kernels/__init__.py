@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import gpu, gpu_attention, native
-from .choice import at_once, chosen, means, serving
+from .choice import chosen, means, serving
 from .coding import decode, encode
 from .segments import Dense, Memo, Sealed, Segment
 from .wide import pays as decoding_pays
@@ -57,7 +57,7 @@ def attend_rows(
         return gpu_attention.attend_rows(
             query, rows, dim, scale=scale, softcap=softcap, news=news, sinks=sinks, memo=memo
         )[0]
-    if at_once(query, rows, dim, softcap):
+    if chosen(query[0], [segment for row in rows for segment in row], dim, softcap) is native.attend:
         output, logs = native.attend_rows(query, rows, dim, scale=scale, softcap=softcap, news=news)
     else:
         found = [

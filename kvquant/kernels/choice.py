@@ -23,12 +23,6 @@ def chosen(query: Tensor, segments: Sequence[Segment], dim: int, softcap: float 
     return native.attend if native.serves(query, segments) else eager.attend
 
 
-def at_once(query: Tensor, rows: Sequence[Sequence[Segment]], dim: int, softcap: float = 0.0) -> bool:
-    """Whether the library does all rows of ``query`` ``[rows, heads, queries, key dim]`` in a call, and should."""
-    segments = [segment for row in rows for segment in row]
-    return not wide.serves(query[0], segments, dim, softcap) and native.serves(query, segments)
-
-
 def serving(query: Tensor, segments: Sequence[Segment], dim: int, softcap: float = 0.0) -> str:
     """What `attend` takes for this, in words."""
     way = chosen(query, segments, dim, softcap)

@@ -20,7 +20,7 @@ from ..codecs import Fields
 from ..codecs.affine import Affine
 from ..codecs.packing import unpack
 from ..codecs.rotation import hadamard
-from .segments import Dense, Sealed, Segment
+from .segments import Dense, Sealed, Segment, rotates
 
 SCRATCH_TOKENS = 2048  # of history that are worked on at once: bounds what a step takes beside the cache
 
@@ -96,7 +96,7 @@ def _turns(segment: Segment, side: str) -> bool:
     if isinstance(segment, Dense):
         return False
     codec = segment.key if side == "key" else segment.value
-    return isinstance(codec, Affine) and codec.rotate == "hadamard" and _folds(segment, side)
+    return rotates(codec) and _folds(segment, side)
 
 
 def _folds(segment: Sealed, side: str) -> bool:

@@ -21,8 +21,8 @@ from ..codecs.packing import packed_width
 from ..codecs.rotation import matrix
 from . import eager
 from .gpu import on, power_of_two, sent
-from .gpu_plan import RUN, VECTOR, Format, Newest, Plan, make_plan, place, rotates, served
-from .segments import Dense, Memo, Sealed, Segment
+from .gpu_plan import RUN, VECTOR, Format, Newest, Plan, make_plan, place, served
+from .segments import Dense, Memo, Sealed, Segment, rotates
 
 PER_TOKEN, PER_CHANNEL, EACH = range(3)  # as in the kernels
 MAX_PIECES = 4  # of a side: with more, each code has its parameters looked up

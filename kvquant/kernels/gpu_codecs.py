@@ -10,7 +10,7 @@ from ..codecs.affine import Affine
 from ..codecs.base import to_dtype
 from ..codecs.rotation import hadamard, unrotate
 from .gpu import on, power_of_two, runs_on
-from .gpu_plan import rotates
+from .segments import rotates
 
 BITS = (8, 4, 3, 2)
 ENCODED = 4096  # values of a tile that is encoded, about: they stay in registers

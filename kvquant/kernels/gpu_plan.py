@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, Fields
+from ..codecs import Fields
 from ..codecs.affine import Affine
 from ..codecs.raw import Raw
 from .gpu import sent
-from .segments import Dense, Sealed, Segment
+from .segments import Dense, Sealed, Segment, rotates
 
 RUN, ITEM, ROW = 16, 8, 4  # words, as in the kernels
 CODES, DENSE, NEWEST = range(3)  # kinds of items, as in the kernels
@@ -96,11 +96,6 @@ def served(segment: Segment) -> bool:
     if all(isinstance(codec, Raw) for codec in codecs):
         return segment.extra is None and all(f["data"].dtype in RAW_DTYPES for f in (segment.keys, segment.values))
     return all(isinstance(codec, Affine) and codec.bits in BITS for codec in codecs)
-
-
-def rotates(codec: Codec | None) -> bool:
-    """Whether a codec's codes are of rotated values."""
-    return isinstance(codec, Affine) and codec.rotate == "hadamard"
 
 
 def place(side: Tensor, dtype: torch.dtype, size: int) -> tuple[list[int], int, Tensor]:

@@ -17,7 +17,7 @@ from ..codecs.raw import Raw
 from ..codecs.rotation import hadamard
 from .eager import merge
 from .loading import at_hand, isa, library
-from .segments import Dense, Sealed, Segment
+from .segments import Dense, Sealed, Segment, rotates
 
 DENSE_STEP = 64  # tokens of a dense segment that are one piece of work
 
@@ -35,7 +35,7 @@ def serves(query: Tensor, segments: Iterable[Segment]) -> bool:
     """Whether the library can do this attention."""
     formats = set()
     for segment in segments:
-        if not _served(segment):
+        if segment not in _packed and not _served(segment):  # what was packed is served
             return False
         if isinstance(segment, Sealed):
             formats.add(segment.value)
@@ -121,7 +121,7 @@ def _served(segment: Segment) -> bool:
 
 
 def _has_turned_keys(segment: Segment) -> bool:
-    return isinstance(segment, Sealed) and isinstance(segment.key, Affine) and segment.key.rotate == "hadamard"
+    return isinstance(segment, Sealed) and rotates(segment.key)
 
 
 def _pack(segment: Segment) -> bytes:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..codecs import Codec, Fields
+from ..codecs.affine import Affine
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,11 @@ class Sealed:
 
 
 Segment = Dense | Sealed
+
+
+def rotates(codec: Codec | None) -> bool:
+    """Whether a codec's codes are of rotated values."""
+    return isinstance(codec, Affine) and codec.rotate == "hadamard"
 
 
 @dataclass
