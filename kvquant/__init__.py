@@ -25,15 +25,19 @@ if TYPE_CHECKING:
         KVQuantError,
         KVQuantWarning,
         PolicyError,
+        StoreError,
+        StoreFullError,
         UnsupportedError,
     )
     from .keys import model_fingerprint
     from .policy import LayerPolicy, PrecisionPolicy, preset_names
+    from .store.base import BlockStore
 
 __version__ = "0.1.0"
 
 _HOME = {
     "BlockKey": "blocks",
+    "BlockStore": "store.base",
     "CacheStateError": "errors",
     "Codec": "codecs",
     "CodecError": "errors",
@@ -46,6 +50,8 @@ _HOME = {
     "LayerPolicy": "policy",
     "PolicyError": "errors",
     "PrecisionPolicy": "policy",
+    "StoreError": "errors",
+    "StoreFullError": "errors",
     "UnsupportedError": "errors",
     "disable": "cache.hooks",
     "enable": "cache.hooks",
@@ -57,6 +63,7 @@ _HOME = {
 
 __all__ = [
     "BlockKey",
+    "BlockStore",
     "CacheStateError",
     "Codec",
     "CodecError",
@@ -69,6 +76,8 @@ __all__ = [
     "LayerPolicy",
     "PolicyError",
     "PrecisionPolicy",
+    "StoreError",
+    "StoreFullError",
     "UnsupportedError",
     "disable",
     "enable",

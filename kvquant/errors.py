@@ -5,7 +5,9 @@ KVQuantError
 ├── CodecError        a codec was given what it cannot encode or decode
 ├── FormatError       bytes that are not a kvquant block, or not the block that was asked for
 ├── UnsupportedError  a model, device or operation kvquant cannot serve; says what would serve
-└── CacheStateError   a call that does not fit what the cache holds
+├── CacheStateError   a call that does not fit what the cache holds
+└── StoreError        a store that cannot be opened, or not be used as asked
+    └── StoreFullError    no tier has room, and nothing more may leave
 
 KVQuantWarning      something works, but not as well as its user would expect
 
@@ -50,6 +52,14 @@ class UnsupportedError(KVQuantError, NotImplementedError):
 
 class CacheStateError(KVQuantError, RuntimeError):
     """The call does not fit what the cache holds."""
+
+
+class StoreError(KVQuantError, RuntimeError):
+    """A store cannot be opened, or cannot be used as asked."""
+
+
+class StoreFullError(StoreError):
+    """No tier has room, and nothing more may leave."""
 
 
 class KVQuantWarning(UserWarning):

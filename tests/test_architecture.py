@@ -20,7 +20,7 @@ LAYERS = [
     ["blocks", "geometry", "keys", "selectors"],
     ["codecs", "keybias"],
     ["policy", "arena", "kernels"],
-    ["attention"],
+    ["attention", "store"],
     ["cache"],
     ["testing"],
     ["__init__"],

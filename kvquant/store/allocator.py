@@ -1,0 +1,76 @@
+"""Hands out ranges of one stretch of bytes: of a buffer, or of a file."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+
+class Allocator:
+    """Ranges of ``capacity`` bytes, each a multiple of ``alignment`` long and at one.
+
+    Free ranges are kept in order and joined with their neighbours, so that any that becomes free serves any other
+    size. The first that is large enough is taken, unless there is room right at the place that is wanted.
+    """
+
+    def __init__(self, capacity: int, alignment: int) -> None:
+        self.alignment = alignment
+        self.capacity = capacity // alignment * alignment
+        self.used = 0
+        self._starts: list[int] = [0] if self.capacity else []  # of free ranges, ascending
+        self._ends: dict[int, int] = {0: self.capacity} if self.capacity else {}  # by start
+
+    def size(self, nbytes: int) -> int:
+        """What a range of ``nbytes`` takes."""
+        return -(-nbytes // self.alignment) * self.alignment
+
+    def allocate(self, nbytes: int, at: int | None = None) -> int | None:
+        """Where a range of ``nbytes`` begins, at ``at`` if that is free; None where there is no room in one piece."""
+        size = self.size(nbytes)
+        start = None if at is None else self._around(at, size)
+        if start is None:
+            at = start = next((start for start in self._starts if self._ends[start] - start >= size), None)
+        if start is None or at is None:
+            return None
+        self._take(start, at, at + size)
+        return at
+
+    def claim(self, at: int, nbytes: int) -> bool:
+        """Take just this range; False, and nothing is taken, if it is not free."""
+        size = self.size(nbytes)
+        start = self._around(at, size) if at % self.alignment == 0 else None
+        if start is None:
+            return False
+        self._take(start, at, at + size)
+        return True
+
+    def free(self, at: int, nbytes: int) -> None:
+        """Give a range back, or a part of one."""
+        end = at + self.size(nbytes)
+        self.used -= end - at
+        index = bisect_left(self._starts, at)
+        if index < len(self._starts) and self._starts[index] == end:
+            end = self._ends.pop(self._starts.pop(index))
+        if index and self._ends[self._starts[index - 1]] == at:
+            at = self._starts.pop(index - 1)
+        insort(self._starts, at)
+        self._ends[at] = end
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest free range."""
+        return max((end - start for start, end in self._ends.items()), default=0)
+
+    def _around(self, at: int, size: int) -> int | None:
+        """The start of the free range that holds ``size`` bytes from ``at`` on."""
+        index = bisect_left(self._starts, at + 1) - 1
+        if index < 0 or self._ends[self._starts[index]] < at + size:
+            return None
+        return self._starts[index]
+
+    def _take(self, start: int, at: int, stop: int) -> None:
+        end = self._ends.pop(start)
+        index = bisect_left(self._starts, start)
+        pieces = [(first, last) for first, last in ((start, at), (stop, end)) if first < last]
+        self._starts[index : index + 1] = [first for first, _ in pieces]
+        self._ends.update(pieces)
+        self.used += stop - at
