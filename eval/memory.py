@@ -142,6 +142,5 @@ def _filled(cache: Any, states: dict[int, tuple[Tensor, Tensor]]) -> int:
             total += keys.nbytes + values.nbytes
             continue
         cache.update(keys, values, index)
-        layer = cache.layers[index]
-        total += sum(tensor.nbytes for history in (layer.key, layer.value) for tensor in history.tensors())
+        total += sum(tensor.nbytes for tensor in cache.layers[index].held.tensors())
     return total

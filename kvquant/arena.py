@@ -1,8 +1,8 @@
 """Where sealed blocks live: slabs of slots, one slot a block.
 
 A `SlotPool` hands out slot numbers and counts their references; every layer of a cache uses the same number for
-the same span of tokens, so one block table per sequence serves all layers. An `Arena` holds what one codec
-stores of one layer at those slots. Slabs are added, never reallocated, and consecutive slots lie in contiguous
+the same span of tokens, so one block table per sequence serves all layers. An `Arena` holds the records of one layer
+at those slots. Slabs are added, never reallocated, and consecutive slots lie in contiguous
 memory, so a run of blocks is read in one call.
 """
 
@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import bisect
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .codecs import Fields, Layout
+from .codecs import Fields
+from .records import Record, copy_fields
+
+Encoder = Callable[[Fields | None], Fields]
+"""Given the place where fields are to be, if that is one, it returns that, written, or fields to be copied."""
 
 MIN_SLAB = 4  # slots; a slab is at least this, and at least a sixteenth of what is there already
 
@@ -34,6 +40,13 @@ class Run:
         return self.stop - self.first
 
 
+class Watcher(Protocol):
+    """Keeps something by slot."""
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Forget what belonged to slots that nobody refers to any more."""
+
+
 class SlotPool:
     """Allocates slots for all layers of a cache and counts who refers to them.
 
@@ -46,6 +59,7 @@ class SlotPool:
         self._size = 0
         self._free: list[int] = []  # ascending
         self._references: dict[int, int] = {}
+        self._watchers: list[weakref.ref[Watcher]] = []
         self._returned: deque[list[int]] = deque()
 
     def allocate(self, count: int) -> list[int]:
@@ -70,12 +84,22 @@ class SlotPool:
 
     def release(self, slots: Sequence[int]) -> None:
         """Count one reference less; slots nobody refers to may be handed out again."""
+        freed: list[int] = []
         with self.lock:
             for slot in slots:
                 self._references[slot] -= 1
                 if not self._references[slot]:
                     del self._references[slot]
                     bisect.insort(self._free, slot)
+                    freed.append(slot)
+            for watcher in [ref() for ref in self._watchers] if freed else ():
+                if watcher is not None:
+                    watcher.drop(freed)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell ``watcher``, as long as it lives, of slots that nobody refers to any more."""
+        with self.lock:
+            self._watchers = [*(ref for ref in self._watchers if ref() is not None), weakref.ref(watcher)]
 
     def give_back(self, slots: list[int]) -> None:
         """Release ``slots`` at the next opportunity: for finalizers, which may run in the midst of anything."""
@@ -122,88 +146,60 @@ class SlotPool:
 
 
 class Arena:
-    """What one codec stores of the keys, or values, of one layer, by slot.
+    """The records of one layer, by slot, all in the memory of one device."""
 
-    ``raw`` holds, by slot, the tokens kept as they are beside their codes (attention sinks): ``[heads, count, dim]``.
-    """
-
-    def __init__(self, pool: SlotPool, layout: Layout, device: torch.device) -> None:
+    def __init__(self, pool: SlotPool, record: Record, device: torch.device) -> None:
         self._pool = pool
-        self._layout = layout
+        self._record = record
         self._device = device
-        self._slabs: dict[int, Fields] = {}
-        self.nbytes = self.elements = 0  # allocated for slots, in use or not
-        self.raw: dict[int, Tensor] = {}
-        self.stamp = 0  # another whenever what `read` or `raw` gave may be out of date
+        self._slabs: dict[int, tuple[Record, Tensor]] = {}  # records [slots, nbytes]
+        self.stamp = 0  # another whenever what `read` gave may be out of date
 
-    def keep_raw(self, slot: int, tokens: Tensor | None) -> None:
-        """Store ``tokens`` beside a block's codes, or nothing."""
-        if tokens is not None or slot in self.raw:
-            self.raw.pop(slot, None)
-            self.stamp += 1
-        if tokens is not None:
-            self.raw[slot] = tokens
+    def fill(self, runs: Sequence[Run], encoders: Sequence[Encoder]) -> None:
+        """Store what ``encoders``, one for keys and one for values, make of as many blocks as ``runs`` has slots.
 
-    def write(self, runs: Sequence[Run], fields: Fields) -> None:
-        """Store fields of as many blocks as ``runs`` has slots.
-
-        A slab whose field cannot hold the dtype given (float16 parameters, float32 needed) is widened first.
+        A slab whose field cannot hold the dtype they come in (float16 parameters, float32 needed) is widened first.
         """
-        done = 0
         with self._pool.lock:  # or what another thread writes may go to a slab that is being replaced
-            for run in runs:
-                slab = self._slab(run.slab)
-                for name, field in fields.items():
-                    dtype = torch.promote_types(field.dtype, slab[name].dtype)
-                    if dtype != slab[name].dtype:
-                        slab[name] = slab[name].to(dtype)
-                        self.stamp += 1
-                        self._count()
-                    slab[name][run.first : run.stop].copy_(field[done : done + len(run)])
-                done += len(run)
-
-    def fill(self, runs: Sequence[Run], encode: Callable[[Fields | None], Fields]) -> None:
-        """Store what ``encode`` makes of as many blocks as ``runs`` has slots.
-
-        It is given the place where they are to be, if that is one, and returns it, written, or fields to be copied.
-        """
-        with self._pool.lock:
-            if len(runs) == 1:
-                self._slab(runs[0].slab)
-                place = self.read(runs[0])
+            for side, encode in enumerate(encoders):
+                place = self.read(runs[0])[side] if len(runs) == 1 else None
                 fields = encode(place)
-                if fields is place:
-                    return
-            else:
-                fields = encode(None)
-            self.write(runs, fields)
+                if fields is not place:
+                    self._copy(runs, side, fields)
 
-    def read(self, run: Run) -> Fields:
-        """Views of the stored fields of a run."""
-        return {name: field[run.first : run.stop] for name, field in self._slabs[run.slab].items()}
+    def read(self, run: Run) -> tuple[Fields, Fields]:
+        """Views of the keys' fields of a run, and of the values'."""
+        record, slab = self._slab(run.slab)
+        return record.views(slab[run.first : run.stop])
 
-    def _count(self) -> None:
-        self.nbytes = sum(tensor.nbytes for tensor in self.storages())
-        self.elements = sum(tensor.numel() for tensor in self.storages())
-
-    def storages(self) -> Iterator[Tensor]:
-        """Every tensor allocated for slots, in use or not."""
-        for slab in self._slabs.values():
-            yield from slab.values()
+    def slabs(self) -> Iterator[tuple[Record, Tensor]]:
+        """Everything allocated for slots, in use or not: records of a kind ``[slots, nbytes]``."""
+        yield from self._slabs.values()
 
     def clear(self) -> None:
         """Free all memory; for a pool without live slots."""
         self._slabs.clear()
-        self._count()
-        self.raw.clear()
         self.stamp += 1
 
-    def _slab(self, slab: int) -> Fields:
-        if slab not in self._slabs:
-            size = self._pool.slab_size(slab)
-            self._slabs[slab] = {
-                name: torch.empty((size, *shape), dtype=dtype, device=self._device)
-                for name, (shape, dtype) in self._layout.items()
-            }
-            self._count()
-        return self._slabs[slab]
+    def _copy(self, runs: Sequence[Run], side: int, fields: Fields) -> None:
+        done = 0
+        for run in runs:
+            record, _ = self._slab(run.slab)
+            if (wider := record.widened(side, fields)) is not record:
+                self._widen(run.slab, wider)
+            copy_fields({name: field[done : done + len(run)] for name, field in fields.items()}, self.read(run)[side])
+            done += len(run)
+
+    def _widen(self, number: int, wider: Record) -> None:
+        record, slab = self._slabs[number]
+        copy = slab.new_empty(len(slab), wider.nbytes)
+        for fields, to in zip(record.views(slab), wider.views(copy), strict=True):
+            copy_fields(fields, to)
+        self._slabs[number] = wider, copy
+        self.stamp += 1
+
+    def _slab(self, number: int) -> tuple[Record, Tensor]:
+        if number not in self._slabs:
+            size = self._pool.slab_size(number), self._record.nbytes
+            self._slabs[number] = self._record, torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._slabs[number]

@@ -104,6 +104,8 @@ class PrecisionPolicy(BaseModel):
         block_tokens: tokens sealed and compressed together, a multiple of 8.
         sink_tokens: first tokens of a sequence kept as they are, beside their codes.
         recent_tokens: last tokens that always stay at model precision.
+        when: with a store, ``evict`` keeps sealed blocks as they are while the device has room, and encodes them once
+            it is short; ``seal`` encodes them at once. Without a store they are encoded at once.
         key_bias: ``remove`` takes the bias of a key projection, turned to each key's position, away before encoding
             and gives it back after decoding, wherever the model has one (see `kvquant.keybias`).
         default: codecs of layers that no entry of ``layers`` names.
@@ -119,6 +121,7 @@ class PrecisionPolicy(BaseModel):
     block_tokens: int = Field(default=128, ge=8, le=4096, multiple_of=8)
     sink_tokens: int = Field(default=4, ge=0)
     recent_tokens: int = Field(default=128, ge=0, le=1 << 20)
+    when: Literal["evict", "seal"] = "evict"
     key_bias: Literal["remove", "keep"] = "remove"
     default: Annotated[LayerPolicy, PlainValidator(_parse_default)]
     layers: Annotated[tuple[tuple[Selector, LayerPolicy], ...], PlainValidator(_parse_layers)] = ()
@@ -184,9 +187,9 @@ class PrecisionPolicy(BaseModel):
         return yaml.safe_dump(self._plain(), sort_keys=False, allow_unicode=True, width=100)
 
     def fingerprint(self) -> str:
-        """Hex digest of everything that decides stored bytes (the name does not)."""
+        """Hex digest of everything that decides stored bytes (the name does not, nor ``when``)."""
         plain = self._plain()
-        del plain["name"]
+        del plain["name"], plain["when"]
         return hashlib.blake2b(json.dumps(plain).encode(), digest_size=16).hexdigest()
 
     def resolve(self, model: Any) -> ResolvedPolicy:
@@ -245,6 +248,7 @@ class PrecisionPolicy(BaseModel):
             "block_tokens": self.block_tokens,
             "sink_tokens": self.sink_tokens,
             "recent_tokens": self.recent_tokens,
+            "when": self.when,
             "key_bias": self.key_bias,
             "default": _plain_layer(self.default),
             "layers": {selector.text: _plain_layer(policy) for selector, policy in self.layers},

@@ -19,6 +19,7 @@ LAYERS = [
     ["errors"],
     ["blocks", "geometry", "keys", "selectors"],
     ["codecs", "keybias"],
+    ["records"],
     ["policy", "arena", "kernels"],
     ["attention", "store"],
     ["cache"],

@@ -21,12 +21,11 @@ def test_measured_bytes_at_8k(policy, limit):
     assert stats.bits_per_element == 16 * stats.kv_ratio
     by_hand = 0
     for layer in cache.layers:
-        for history in (layer.key, layer.value):
-            lossless = history.codec.lossless
-            by_hand += sum(t.numel() * (2 if lossless else t.itemsize) for t in history.arena.storages())
-            by_hand += 2 * sum(
-                t.numel() for t in [*(tail.room for tail in history.tails), *history.arena.raw.values()]
-            )
+        held = layer.held
+        of_floats = 2 if held.key.codec.lossless else 1  # float32 counts as 16 bits
+        by_hand += sum(records.nbytes for records in held.blocks.tensors()) // of_floats
+        for side in held.sides:
+            by_hand += 2 * sum(t.numel() for t in [*(tail.room for tail in side.tails), *side.sinks.values()])
     assert stats.kv_bytes == by_hand
 
 
@@ -34,8 +33,8 @@ def test_a_prompt_leaves_only_its_tail_dense(llama):
     cache = KVQuantCache.for_model(llama, "int4")
     feed(llama, cache, prompt(1000))
     for layer in cache.layers:
-        for history in (layer.key, layer.value):
-            (tail,) = history.tails
+        for side in layer.held.sides:
+            (tail,) = side.tails
             assert tail.tokens.shape[1] == 1000 - 768
             assert tail.tokens.untyped_storage().nbytes() == tail.tokens.nbytes  # no view of the whole prompt
 
@@ -77,9 +76,7 @@ def test_state_follows_each_layers_device(policy):
             keys, values = (torch.randn(2, 2, step, 16).to(device) for _ in range(2))
             read = cache.update(keys, values, index)
             assert {tensor.device.type for tensor in read} == {device}
-            for history in (layer.key, layer.value):
-                held = [*(tail.room for tail in history.tails), *history.arena.storages(), *history.arena.raw.values()]
-                assert {tensor.device.type for tensor in held} == {device}
+            assert {tensor.device.type for tensor in layer.held.tensors()} == {device}
     assert cache.stats().blocks == 4
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.crop(-20)

@@ -240,7 +240,7 @@ def test_gradients_reach_the_new_tokens(llama):
     feed(llama, cache, prompt(60))
     llama(prompt(4, seed=2), cache=cache).logits.sum().backward()
     assert llama.model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
-    assert not cache.layers[0].key.tails[0].tokens.requires_grad
+    assert not cache.layers[0].held.key.tails[0].tokens.requires_grad
 
 
 # --- shapes ---

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvquant.arena import SlotPool
 from kvquant.cache.calls import Calls
-from kvquant.cache.layer import History
+from kvquant.cache.layer import History, Layer
+from kvquant.cache.resident import Resident
 from kvquant.cache.rows import Rows
 from kvquant.codecs import Affine, Raw, get_codec
 from kvquant.codecs.base import to_dtype
@@ -198,12 +201,13 @@ def fill(codec, chunks, heads=2, rows=2, sinks=4, offset=None):
     pool = SlotPool()
     table = Rows(pool, 16, 8)
     calls = Calls(table)
-    history = History(codec, pool, 16, sinks, offset)
+    history, values = History(codec, pool, 16, sinks, offset), History(Raw(), pool, 16, sinks)
+    layer = Layer(history, values, partial(Resident, pool))
     generator = torch.Generator().manual_seed(0)
     for count in chunks:
         fresh = (torch.randn(rows, heads, count, 24, generator=generator) * 3).bfloat16()
-        dense = history.append(fresh, calls.take(0, rows, count)).dense()
-    return history, table.rows, dense
+        dense = layer.append(fresh, fresh, calls.take(0, rows, count))[0].dense()
+    return layer, table, dense
 
 
 @pytest.mark.parametrize("spec", [{"codec": "int4"}, {"codec": "int3", "axis": "token", "rotate": "hadamard"}])
@@ -214,9 +218,12 @@ def test_the_cache_seals_the_same_bytes_without_the_library(spec, offset, monkey
     monkeypatch.setattr(native_codecs, "at_hand", lambda device: False)
     without = fill(codec, (70, 1, 30), offset=offset)
     count = 0
-    for one, other in zip(with_library[1], without[1], strict=True):
+    for one, other in zip(with_library[1].rows, without[1].rows, strict=True):
         for number in range(len(one.slots)):
-            first, second = with_library[0].block(one, number), without[0].block(other, number)
+            first, second = (
+                layer.block(table.view_of(row, number), 0)[0]
+                for (layer, table, _), row in ((with_library, one), (without, other))
+            )
             for name, field in first.fields.items():
                 same(field, second.fields[name])
             count += 1

@@ -88,7 +88,7 @@ def test_expand_a_prompt_then_search_with_beams(rows):
         cache.check()
         cache.batch_select_indices(torch.tensor([0, 2]))
         cache.check()
-        assert {len(cache.rows.rows), *(len(layer.key.tails) for layer in cache.layers)} == {2}
+        assert {len(cache.rows.rows), *(len(layer.held.key.tails) for layer in cache.layers)} == {2}
         feed(model, cache, prompt(20, rows=2, seed=3))
         cache.check()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,10 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvquant.arena import Arena, SlotPool
 from kvquant.cache.calls import Calls
-from kvquant.cache.layer import History
+from kvquant.cache.layer import History, Layer
+from kvquant.cache.resident import Resident
 from kvquant.cache.rows import Rows
 from kvquant.codecs import Affine, Raw
 from kvquant.errors import CacheStateError
+from kvquant.records import Record
 
 HEADS, DIM, BLOCK, RECENT, SINKS = 2, 8, 8, 5, 3
 
@@ -26,6 +29,32 @@ def ramp(positions, like):
     """An offset that depends on head, position and channel, and is far larger than the tokens."""
     angles = positions[None, :, None].float() * torch.arange(1, DIM + 1)
     return 50 * torch.cos(angles) + torch.tensor([0.0, 99.0])[:, None, None]
+
+
+class One:
+    """A layer of whose keys all is told; its values are the same, at model precision."""
+
+    def __init__(self, codec, pool, block, sinks, offset=None, layer=None):
+        sides = History(codec, pool, block, sinks, offset), History(Raw(), pool, block, sinks)
+        self.layer = layer or Layer(*sides, partial(Resident, pool))
+        self.parts = pool, block, sinks, offset
+        self.codec, self.offset, self.check = codec, self.layer.key.offset, self.layer.key.check
+        self.crop, self.select = self.layer.crop, self.layer.select
+
+    def append(self, fresh, call):
+        keys, values = self.layer.append(fresh, fresh, call)
+        assert torch.equal(values.dense()[:, :, call.past :], fresh)
+        return keys
+
+    def dense(self, call):
+        return self.layer.dense(0, call)
+
+    def fork(self):
+        return One(self.codec, *self.parts, layer=self.layer.fork())
+
+    @property
+    def tails(self):
+        return self.layer.key.tails
 
 
 class Sequence:
@@ -71,9 +100,9 @@ class HistoryMachine(RuleBasedStateMachine):
         self.calls = Calls(self.rows)
         codec = Affine(8, "channel", 8)
         self.histories = [
-            History(Raw(), self.pool, BLOCK, SINKS),
-            History(codec, self.pool, BLOCK, SINKS),
-            History(codec, self.pool, BLOCK, SINKS, ramp),
+            One(Raw(), self.pool, BLOCK, SINKS),
+            One(codec, self.pool, BLOCK, SINKS),
+            One(codec, self.pool, BLOCK, SINKS, ramp),
         ]
         self.sequences = [Sequence(pad, pad if by_column else 0) for pad in pads]
         self.kept: list[Rows] = []
@@ -214,7 +243,7 @@ TestHistory.settings = settings(max_examples=60, stateful_step_count=20, deadlin
 def parts():
     pool = SlotPool()
     rows = Rows(pool, BLOCK, RECENT)
-    return rows, Calls(rows), History(Affine(8, "channel", 8), pool, BLOCK, SINKS)
+    return rows, Calls(rows), One(Affine(8, "channel", 8), pool, BLOCK, SINKS)
 
 
 def test_blocks_start_at_the_first_real_token(parts):
@@ -224,7 +253,7 @@ def test_blocks_start_at_the_first_real_token(parts):
     padded = torch.cat((torch.full((1, HEADS, 5, DIM), 1e9), x), dim=2)
     history.append(padded, calls.take(0, 1, 45))
     alone_rows = Rows(SlotPool(), BLOCK, RECENT)
-    alone = History(history.codec, alone_rows.pool, BLOCK, SINKS)
+    alone = One(history.codec, alone_rows.pool, BLOCK, SINKS)
     alone.append(x, Calls(alone_rows).take(0, 1, 40))
     assert rows.rows[0].ends == alone_rows.rows[0].ends == [8, 16, 24, 32]
     assert torch.equal(history.dense(rows.view())[:, :, 5:], alone.dense(alone_rows.view()))
@@ -242,7 +271,7 @@ def test_sinks_do_not_widen_the_range_of_the_codes(parts):
 
 def test_a_pass_that_stops_between_layers_is_found(parts):
     rows, calls, history = parts
-    other = History(history.codec, rows.pool, BLOCK, SINKS)
+    other = One(history.codec, rows.pool, BLOCK, SINKS)
     x = torch.randn(1, HEADS, 4, DIM)
     for layer, part in enumerate((history, other)):
         part.append(x, calls.take(layer, 1, 4))
@@ -302,7 +331,7 @@ def test_any_count_of_tokens_in_any_strides(tokens):
         held = []
         for fresh in (view, view.clone(memory_format=torch.contiguous_format)):
             rows = Rows(SlotPool(), BLOCK, RECENT)
-            history = History(Affine(4, "channel", 8), rows.pool, BLOCK, SINKS)
+            history = One(Affine(4, "channel", 8), rows.pool, BLOCK, SINKS)
             dense = history.append(fresh, Calls(rows).take(0, 2, tokens)).dense()
             assert dense.shape == (2, HEADS, tokens, DIM), name
             held.append(history.dense(rows.view()))
@@ -313,7 +342,8 @@ def test_any_count_of_tokens_in_any_strides(tokens):
 def test_threads_that_share_an_arena_keep_what_they_wrote():
     """New slabs and float32 parameters, which replace a slab, at every turn."""
     pool = SlotPool()
-    arena = Arena(pool, {"x": ((4,), torch.float16)}, torch.device("cpu"))
+    layout = {"x": ((4,), torch.float16)}
+    arena = Arena(pool, Record.of(layout, layout), torch.device("cpu"))
 
     def work(number):
         written = {}
@@ -321,7 +351,8 @@ def test_threads_that_share_an_arena_keep_what_they_wrote():
             slots = pool.allocate(1 + turn % 3)
             value = float(100 * number + turn)
             dtype = torch.float32 if turn % 7 == 6 else torch.float16
-            arena.write(pool.runs(slots), {"x": torch.full((len(slots), 4), value, dtype=dtype)})
+            fields = {"x": torch.full((len(slots), 4), value, dtype=dtype)}
+            arena.fill(pool.runs(slots), [lambda place, fields=fields: fields] * 2)
             written |= dict.fromkeys(slots, value)
             if turn % 5 == 4:
                 pool.release([slot := slots[0]])
@@ -339,14 +370,14 @@ def test_threads_that_share_an_arena_keep_what_they_wrote():
     for part in parts:
         for slot, value in part.items():
             (run,) = pool.runs([slot])
-            assert (arena.read(run)["x"] == value).all()
+            assert all((fields["x"] == value).all() for fields in arena.read(run))
 
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_sinks_set_aside_are_still_seen_by_the_call_that_seals_them(heads):
     """With one head, blocks cut from a tail are views of it unless copied."""
     rows = Rows(SlotPool(), BLOCK, RECENT)
-    calls, history = Calls(rows), History(Affine(4, "channel", 8), rows.pool, BLOCK, SINKS)
+    calls, history = Calls(rows), One(Affine(4, "channel", 8), rows.pool, BLOCK, SINKS)
     x = torch.randn(1, heads, 5 + 40, DIM)
     history.append(x[:, :, :5], calls.take(0, 1, 5))
     seen = history.append(x[:, :, 5:], calls.take(0, 1, 40)).dense()

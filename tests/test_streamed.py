@@ -143,8 +143,9 @@ def test_blocks_are_looked_up_once_between_seals():
     for _ in range(3):
         feed(model, cache, ids[:, :1], 1)
         layer = cache.layers[0]
-        made = layer.segments._made[0][2].values()
-        found.append([one for segments in made for one in segments if isinstance(one, Sealed)])
+        (portion,) = layer.held.blocks.read(cache.rows.view()).each
+        made = [one for span in portion[0] for one in span.memo["segments"]]
+        found.append([one for one in made if isinstance(one, Sealed)])
     assert found[0]
     assert all(a is b for one in found[1:] for a, b in zip(one, found[0], strict=True))
 

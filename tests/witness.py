@@ -66,12 +66,13 @@ class Witness(KVQuantCache):
         assert any(row.slots for row in self.rows.rows)
         for index in self.compressed:
             truth, layer = self.truth.layers[index], self.layers[index]
-            for history, exact in ((layer.key, truth.keys), (layer.value, truth.values)):
+            for which, exact in enumerate((truth.keys, truth.values)):
+                codec = layer.held.sides[which].codec
                 expected = exact.clone()
                 for row, held in zip(expected, self.rows.rows, strict=True):
                     row[:, : held.start] = 0
-                    compress(history.codec, row[:, held.start :], held.sealed)
-                assert torch.equal(history.dense(self.rows.view()), expected)
+                    compress(codec, row[:, held.start :], held.sealed)
+                assert torch.equal(layer.held.dense(which, self.rows.view()), expected)
 
 
 def compress(codec, tokens, sealed):

@@ -178,18 +178,18 @@ def held_bytes(cache: Any) -> int:
     total = 0
     blocks = cache.stats().blocks if isinstance(cache, KVQuantCache) else 0
     for layer in cache.layers:
-        if isinstance(cache, KVQuantCache) and hasattr(layer, "key"):
-            total += sum(_bytes(history, blocks) for history in (layer.key, layer.value))
+        if isinstance(cache, KVQuantCache) and hasattr(layer, "held"):
+            total += sum(_bytes(side, blocks) for side in layer.held.sides)
         else:
             total += sum(tensor.nbytes for value in vars(layer).values() for tensor in tensors_in(value))
     return total
 
 
-def _bytes(history: Any, blocks: int) -> int:
+def _bytes(side: Any, blocks: int) -> int:
     """Bytes of so many blocks, tails and sinks."""
-    if history.arena is None:
+    tails = [tail.tokens for tail in side.tails]
+    if not tails:
         return 0
-    tails = [tail.tokens for tail in history.tails]
     heads, _, dim = tails[0].shape
-    raw: int = sum(tensor.nbytes for tensor in (*tails, *history.arena.raw.values()))
-    return raw + blocks * block_bytes(history.codec, heads, history.block_tokens, dim, tails[0].dtype)
+    raw: int = sum(tensor.nbytes for tensor in (*tails, *side.sinks.values()))
+    return raw + blocks * block_bytes(side.codec, heads, side.block_tokens, dim, tails[0].dtype)

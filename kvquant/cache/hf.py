@@ -9,6 +9,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,27 +23,29 @@ from ..errors import CacheStateError, KVQuantWarning, UnsupportedError
 from ..geometry import CROSS_KIND, cache_hazard, caches_latents, decoder_config, decoder_module, takes_cache
 from ..keys import Identity, content_keys
 from ..policy import PrecisionPolicy, ResolvedLayer, ResolvedPolicy
+from ..store.tiered import TieredStore
 from .calls import Calls
-from .layer import History
+from .layer import History, Layer
+from .offload import Offload, Shared
+from .resident import Resident
 from .rows import Rows
 from .stats import CacheStats, take_stats
 from .streaming import HeldStates, Segments, Watch
 
 
 class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
-    """One compressed layer: a `History` of keys and one of values."""
+    """One compressed layer, as transformers sees it."""
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, index: int, calls: Calls, key: History, value: History, watch: Watch | None = None) -> None:
+    def __init__(self, index: int, calls: Calls, held: Layer, watch: Watch | None = None) -> None:
         """``watch`` of all layers, None where attention needs what is held decoded."""
         self.index = index
-        self.segments = None if watch is None else Segments(key, value, watch)
+        self.segments = None if watch is None else Segments(held, watch)
         self.calls = calls
-        self.key = key
-        self.value = value
+        self.held = held
         calls.held.setdefault(index, 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -61,20 +64,20 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     @property
     def keys(self) -> Tensor | None:
         """All keys decoded, ``[rows, heads, columns, dim]``; for inspection."""
-        return self._dense(self.key)
+        return self._dense(0)
 
     @property
     def values(self) -> Tensor | None:
         """All values decoded, like `keys`."""
-        return self._dense(self.value)
+        return self._dense(1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append ``[rows, heads, new, dim]`` and return all columns, history decoded, new ones as given."""
         positions = (kwargs.get("kwargs") or {}).get("position_ids")  # the arguments of the model's attention
-        self.key.check(key_states)
-        self.value.check(value_states)
+        self.held.key.check(key_states)
+        self.held.value.check(value_states)
         call = self.calls.take(self.index, key_states.shape[0], key_states.shape[2], positions)
-        keys, values = self.key.append(key_states, call), self.value.append(value_states, call)
+        keys, values = self.held.append(key_states, value_states, call)
         if self.segments is not None and self.calls.streamed and call.past:
             return HeldStates(keys, self.segments), HeldStates(values, self.segments)
         return keys.dense(), values.dense()
@@ -91,18 +94,17 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """-1: no limit."""
         return -1
 
-    def fork(self, calls: Calls, watch: Watch) -> KVQuantLayer:
+    def fork(self, calls: Calls, watch: Watch, offload: Offload | None) -> KVQuantLayer:
         """A copy that belongs to ``calls`` and shares every block."""
-        return KVQuantLayer(
-            self.index, calls, self.key.fork(), self.value.fork(), None if self.segments is None else watch
-        )
+        held = self.held.fork(self.held.blocks.fork if offload is None else partial(offload.blocks, self.index))
+        return KVQuantLayer(self.index, calls, held, None if self.segments is None else watch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise UnsupportedError("a layer of a KVQuantCache shares its rows with the others: copy the cache")
 
-    def _dense(self, history: History) -> Tensor | None:
+    def _dense(self, which: int) -> Tensor | None:
         call = self.calls.view(self.index)
-        return None if call is None else history.dense(call)
+        return None if call is None else self.held.dense(which, call)
 
 
 class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
@@ -113,12 +115,24 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     the tokens of the current call; what the cache holds is constant.
     """
 
-    def __init__(self, resolved: ResolvedPolicy, config: Any, tenant: str = "", adapter: str = "") -> None:
+    def __init__(
+        self,
+        resolved: ResolvedPolicy,
+        config: Any,
+        tenant: str = "",
+        adapter: str = "",
+        store: TieredStore | None = None,
+    ) -> None:
         """Build from a policy resolved for the model of ``config``; `for_model` is the usual way."""
         policy = resolved.policy
         self.resolved = resolved
+        self.store = store
         self.tenant, self.adapter = tenant, adapter
         self.rows = Rows(SlotPool(), policy.block_tokens, policy.recent_tokens)
+        self._offload: Offload | None = None
+        if store is not None:
+            indexes = tuple(layer.index for layer in resolved.layers if layer.policy is not None)
+            self._offload = Offload(Shared(store, self.rows.pool, indexes, policy.when == "evict"))
         self._calls = Calls(self.rows)
         self._config = decoder_config(config)
         self._watch = Watch()
@@ -134,13 +148,20 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     @classmethod
     def for_model(
-        cls, model: Any, policy: str | Path | PrecisionPolicy, *, tenant: str = "", adapter: str = ""
+        cls,
+        model: Any,
+        policy: str | Path | PrecisionPolicy,
+        *,
+        store: TieredStore | None = None,
+        tenant: str = "",
+        adapter: str = "",
     ) -> Self:
         """An empty cache for a transformers model, or for its config, which does not hold key biases to remove.
 
-        ``policy`` is a preset's name, a YAML file or a `PrecisionPolicy`. ``tenant`` and ``adapter`` become part
-        of content keys. Raises `PolicyError` or `UnsupportedError` in one line; warns (`KVQuantWarning`) of a model
-        that will not keep the cache.
+        ``policy`` is a preset's name, a YAML file or a `PrecisionPolicy`. Sealed blocks go to ``store``, which caches
+        may share; without one all stay on the device. ``tenant`` and ``adapter`` become part of content keys. Raises
+        `PolicyError`, `StoreError` or `UnsupportedError` in one line; warns (`KVQuantWarning`) of a model that will
+        not keep the cache.
         """
         config = getattr(model, "config", model)
         if not hasattr(config, "get_text_config"):
@@ -152,7 +173,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             policy = PrecisionPolicy.load(policy)
         if hazard := cache_hazard(config):
             warnings.warn(hazard, KVQuantWarning, stacklevel=2)
-        cache = cls(policy.resolve(model), config, tenant, adapter)
+        cache = cls(policy.resolve(model), config, tenant, adapter, store)
         if decoder is not None:
             cache._model, cache._decoder = weakref.ref(model), weakref.ref(decoder)
         return cache
@@ -233,8 +254,8 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
                     f"half-way and cannot be continued: reset() the cache"
                 )
         else:
-            if layer.key.grown or layer.value.grown:
-                self._bytes[layer_idx] = sum(layer.key.nbytes() + layer.value.nbytes())
+            if layer.held.key.grown or layer.held.value.grown:
+                self._bytes[layer_idx] = sum(layer.held.nbytes())
             decoded = 0 if isinstance(keys, HeldStates) else 2 * (keys.numel() + values.numel())
             self._peak = max(self._peak, sum(self._bytes.values()) + decoded)
         return keys, values
@@ -252,8 +273,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             layer.crop(tokens_to_remove)
         self._calls.crop(-tokens_to_remove)
         for layer in self._compressed():
-            layer.key.crop(self.rows.rows)
-            layer.value.crop(self.rows.rows)
+            layer.held.crop(self.rows.rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row ``beam_idx[i]``: pointer work, no code moves."""
@@ -286,8 +306,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self._bytes.clear()
         self._peak = 0
         for layer in self._compressed():
-            layer.key.clear()
-            layer.value.clear()
+            layer.held.clear()
             if layer.segments is not None:
                 layer.segments.clear()
         for layer in self._foreign():
@@ -302,9 +321,12 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         twin.rows = self.rows.fork()
         twin._calls = self._calls.fork(twin.rows)
         twin._bytes = dict(self._bytes)
+        twin._offload = self._offload and self._offload.fork()
         twin._watch = self._watch.fork()
         twin.layers = [
-            layer.fork(twin._calls, twin._watch) if isinstance(layer, KVQuantLayer) else copy.deepcopy(layer, memo)
+            layer.fork(twin._calls, twin._watch, twin._offload)
+            if isinstance(layer, KVQuantLayer)
+            else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
         return twin
@@ -321,7 +343,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         if not 0 <= number < len(entry.slots):
             raise CacheStateError(f"row {row} has {len(entry.slots)} sealed blocks, there is no number {number}")
         first = entry.ends[number - 1] if number else 0
-        key, value = target.key.block(entry, number), target.value.block(entry, number)
+        key, value = target.held.block(self.rows.view_of(entry, number), 0)
         return KVBlock(key, value, first % self.rows.block_tokens, entry.ends[number] - first)
 
     def block_key(self, layer: int, row: int, number: int) -> BlockKey:
@@ -356,7 +378,9 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         ]
         key, value = histories
         watch = None if caches_latents(self._config) else self._watch
-        return KVQuantLayer(layer.index, self._calls, key, value, watch)
+        place = partial(Resident, self.rows.pool)
+        held = Layer(key, value, place if self._offload is None else partial(self._offload.blocks, layer.index))
+        return KVQuantLayer(layer.index, self._calls, held, watch)
 
     def _compressed(self) -> list[KVQuantLayer]:
         return [layer for layer in self.layers if isinstance(layer, KVQuantLayer)]
@@ -371,8 +395,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         indices = _indices(given, len(self.rows.rows))
         self.rows.select(indices)
         for layer in self._compressed():
-            layer.key.select(indices)
-            layer.value.select(indices)
+            layer.held.select(indices)
 
 
 def _indices(given: Any, rows: int) -> list[int]:

@@ -1,10 +1,10 @@
-"""One layer's keys or values: a tail at model precision and sealed blocks, row by row.
+"""One layer's keys and values: a tail at model precision and sealed blocks, row by row.
 
-    appended ──> tail ──(a block beyond the last `recent_tokens` is complete)──> codec ──> arena slot
-                  │                                                                          │
-                  └──────────────── attended: history, tail, new tokens <────── decoded ─────┘
+    appended ──> tail ──(a block beyond the last `recent_tokens` is complete)──> cut ──> blocks
+                  │                                                                        │
+                  └──────────────── attended: history, tail, new tokens <──────── read ────┘
 
-Nothing here knows transformers.
+Where sealed blocks are is told by `Blocks`. Nothing here knows transformers.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from ..arena import Arena, SlotPool
+from ..arena import Encoder, SlotPool
 from ..blocks import CompressedTensor
 from ..codecs import Codec, Fields
 from ..errors import CacheStateError
 from ..kernels import decode, encode
 from ..kernels.coding import CHUNK_ELEMENTS
-from .rows import Call, Piece, Row, RowCall
+from ..records import Record
+from .blocks import Blocks, Cut, Side, Span
+from .rows import Call, Row, RowCall
 from .tail import Tail
 
 Offset = Callable[[Tensor, Tensor], Tensor]
@@ -34,11 +36,28 @@ Offset = Callable[[Tensor, Tensor], Tensor]
 """
 
 
-class History:
-    """The keys, or the values, of one layer for all rows of a batch.
+class Sinks(dict[int, Tensor]):
+    """By slot, the tokens kept as they are beside a block's codes: ``[heads, count, dim]``."""
 
-    Tensors that come in and go out are ``[rows, heads, columns, dim]``; heads, dim, dtype and device are those
-    of the first call. Of what goes into blocks ``offset`` is taken away, and given back when they are decoded.
+    stamp = 0  # another whenever what was read here may be out of date
+
+    def keep(self, slot: int, tokens: Tensor) -> None:
+        """Keep ``tokens``, if there are any."""
+        if tokens.shape[1]:
+            self[slot] = tokens.clone()
+            self.stamp += 1
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Forget what belonged to blocks that are gone."""
+        for slot in slots:
+            self.pop(slot, None)
+
+
+class History:
+    """The keys, or the values, of one layer for all rows of a batch, less what is in blocks.
+
+    Heads, dim, dtype and device are those of the first call. Of what goes into blocks ``offset`` is taken away, and
+    given back when they are decoded.
     """
 
     def __init__(
@@ -49,21 +68,15 @@ class History:
         self.block_tokens = block_tokens
         self.sink_tokens = 0 if codec.lossless else sink_tokens
         self.tails: list[Tail] = []  # per row
-        self.arena: Arena | None = None
+        self.sinks = Sinks()
+        pool.watch(self.sinks)
+        self._pool = pool
         self.grown = False  # whether the last call changed what is allocated
         self.encode_seconds = 0.0
         self.decode_seconds = 0.0
-        self._pool = pool
 
-    def append(self, fresh: Tensor, call: Call) -> Held:
-        """Take the call's new columns and tell what is held with them; seal what is complete.
-
-        `check` tells beforehand whether ``fresh`` fits.
-        """
-        if self.arena is None:
-            _, heads, _, dim = fresh.shape
-            layout = self.codec.layout(heads, self.block_tokens, dim, fresh.dtype)
-            self.arena = Arena(self._pool, layout, fresh.device)
+    def append(self, fresh: Tensor, call: Call) -> None:
+        """Take the call's new columns ``[rows, heads, columns, dim]``; `check` tells beforehand whether they fit."""
         if not self.tails:
             self.tails = [Tail.of(fresh[0, :, :0]) for _ in call.rows]
         self.grown = bool(call.runs)
@@ -73,11 +86,6 @@ class History:
                 before, after = self.tails[index], self.tails[index].append(new)
                 self.tails[index] = after
                 self.grown |= after.room is not before.room
-        held = Held(self, fresh, call, tuple(tail.tokens for tail in self.tails))
-        if call.runs:
-            with _no_autocast(fresh.device), torch.no_grad():
-                self._seal(call)
-        return held
 
     def check(self, fresh: Tensor) -> None:
         """`CacheStateError` where new columns do not have the shape or dtype of those held."""
@@ -92,26 +100,62 @@ class History:
                 f"but the cache holds {tail.shape[0]} heads × {tail.shape[2]} in {tail.dtype}"
             )
 
-    def dense(self, call: Call) -> Tensor:
-        """All columns as a call that adds none would attend to them."""
-        tails = tuple(tail.tokens for tail in self.tails)
-        nothing = torch.stack([tail[:, :0] for tail in tails])
-        return Held(self, nothing, call, tails).dense()
+    def cut(self, index: int, row: RowCall) -> Tensor:
+        """Take what a row seals off its tail: blocks ``[n, heads, block_tokens, dim]``, setting sinks aside.
 
-    def block(self, row: Row, number: int) -> CompressedTensor:
-        """A copy of what is stored of the ``number``-th span in a row's table."""
-        assert self.arena is not None
-        slot = row.slots[number]
-        (run,) = self._pool.runs([slot])
-        fields = {name: field[0].clone() for name, field in self.arena.read(run).items()}
-        tail = self.tails[0].tokens
-        return CompressedTensor(
-            codec=self.codec.name,
-            shape=(tail.shape[0], self.block_tokens, tail.shape[2]),
-            dtype=tail.dtype,
-            fields=fields,
-            sinks=self.arena.raw.get(slot),
-        )
+        Places of a block before the row's first take the first token, so that they do not widen the range of codes.
+        """
+        tail = self.tails[index]
+        tokens = tail.tokens[:, : row.sealing]
+        self.tails[index] = tail.after(row.sealing)
+        self.sinks.keep(row.slots[0], tokens[:, : self.sinks_of(row)])
+        if place := row.sealed % self.block_tokens:
+            tokens = torch.cat((tokens[:, :1].expand(-1, place, -1), tokens), dim=1)
+        return torch.unflatten(tokens, 1, (-1, self.block_tokens)).transpose(0, 1)
+
+    def sinks_of(self, row: RowCall) -> int:
+        """How many of the tokens that a row seals are kept raw."""
+        return max(0, self.sink_tokens - row.sealed)
+
+    def prepared(self, blocks: Tensor, positions: Tensor, sinks: int) -> Tensor:
+        """What of a row's ``blocks`` is encoded: less what is known, and sinks not widening the range either."""
+        if self.offset is not None:
+            known = self.offset(positions, blocks)
+            blocks = blocks.float() - torch.unflatten(known, 1, (-1, self.block_tokens)).transpose(0, 1)
+        if sinks and self.sink_tokens < self.block_tokens:
+            # A copy, since of one head it would be a view of tokens that are still to be attended to.
+            blocks = blocks.clone(memory_format=torch.contiguous_format)
+            blocks[0, :, : self.sink_tokens] = blocks[0, :, self.sink_tokens, None]
+        return blocks
+
+    def side(self, fields: Fields, slot: int, first: int) -> Side:
+        """What blocks from ``slot`` on hold, whose first token is the row's ``first``."""
+        return Side(self.codec, fields, self.sinks[slot] if first < self.sink_tokens else None)
+
+    def decode(self, span: Span, which: int, row: RowCall, out: Tensor) -> None:
+        """Decode a span of a row into ``out[heads, token, dim]``, by their number in the row."""
+        side = span.sides[which]
+        first, offset = span.first, span.offset
+        known = None if side.codec.lossless else self.offset
+        for fields in _chunks(side.fields, out.shape[0] * self.block_tokens * out.shape[2]):
+            many = len(next(iter(fields.values())))
+            count = min(span.stop - first, many * self.block_tokens - offset)
+            target = out[:, first : first + count]
+            if known is None and count == many * self.block_tokens:
+                blocks = torch.unflatten(target, 1, (many, self.block_tokens)).transpose(0, 1)
+                decode(side.codec, fields, out.shape[2], out.dtype, out=blocks)
+            else:
+                dtype = out.dtype if known is None else torch.float32
+                blocks = decode(side.codec, fields, out.shape[2], dtype)  # [n, heads, tokens, dim]
+                tokens = blocks.transpose(0, 1).flatten(1, 2)[:, offset : offset + count]
+                if known is not None:
+                    limit = torch.finfo(out.dtype).max
+                    tokens = (tokens + known(row.positions[first : first + count], out)).clamp_(-limit, limit)
+                target.copy_(tokens)
+            first, offset = first + count, 0
+        if side.raw is not None:
+            stop = min(span.stop, self.sink_tokens)
+            out[:, span.first : stop] = side.raw[:, : stop - span.first]
 
     def crop(self, rows: Sequence[Row]) -> None:
         """Follow rows that were cropped: tails lose their last tokens."""
@@ -122,28 +166,16 @@ class History:
         if self.tails:
             self.tails = [self.tails[index] for index in indices]
 
-    def clear(self) -> None:
-        """Forget all rows; memory of blocks is freed where no other cache uses the pool."""
-        self.tails = []
-        if not self._pool.live:
-            self.arena = None  # what comes next may have other shapes
-
     def fork(self) -> History:
-        """A copy that shares blocks and, until it grows, tails."""
-        twin = History(self.codec, self._pool, self.block_tokens, self.sink_tokens, self.offset)
-        twin.arena = self.arena
+        """A copy that shares sinks and, until it grows, tails."""
+        twin = self.empty()
+        twin.sinks = self.sinks
         twin.tails = [Tail.of(tail.tokens) for tail in self.tails]
         return twin
 
-    def first_tokens(self, piece: Piece, count: int) -> Tensor:
-        """The first tokens of a piece as they were: ``[heads, count, dim]``."""
-        assert self.arena is not None
-        if self.codec.lossless:
-            fields = self.arena.read(replace(piece.run, stop=piece.run.first + 1))
-            blocks = self.codec.decode(fields, self.dim, self.tails[0].tokens.dtype)
-            return blocks[0, :, piece.offset : piece.offset + count]
-        raw: Tensor = self.arena.raw[self._pool.slot(piece.run)]
-        return raw[:, :count]
+    def empty(self) -> History:
+        """One that encodes as this does and holds nothing."""
+        return History(self.codec, self._pool, self.block_tokens, self.sink_tokens, self.offset)
 
     @property
     def dim(self) -> int:
@@ -155,99 +187,128 @@ class History:
         """Values one token has here, over all heads; 0 before the first call."""
         return self.tails[0].tokens.shape[0] * self.dim if self.tails else 0
 
-    def nbytes(self) -> tuple[int, int]:
-        """Bytes allocated for (sealed blocks, raw tokens); values at model precision count 2 bytes each."""
-        if self.arena is None:
-            return 0, 0
-        blocks = 2 * self.arena.elements if self.codec.lossless else self.arena.nbytes
-        return blocks, 2 * sum(tensor.numel() for tensor in self._raw_tensors())
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Everything allocated: slots, used or not, and raw tokens."""
-        if self.arena is not None:
-            yield from self.arena.storages()
-            yield from self._raw_tensors()
-
-    def _raw_tensors(self) -> Iterator[Tensor]:
-        assert self.arena is not None
+    def raw_tensors(self) -> Iterator[Tensor]:
+        """What is allocated for tokens that are not in blocks, and for sinks."""
         rooms = [tail.room for tail in self.tails]
         yield from {id(room): room for room in rooms}.values()
-        yield from (sinks for slot, sinks in self.arena.raw.items() if self._pool.references(slot))
+        yield from self.sinks.values()
 
-    def decode(self, row: RowCall, out: Tensor) -> None:
-        """Decode a row's sealed tokens into ``out[heads, token, dim]``, by their number in the row."""
-        assert self.arena is not None
-        for piece in row.history:
-            first, offset = piece.first, piece.offset
-            for fields in _chunks(self.arena.read(piece.run), out.shape[0] * self.block_tokens * out.shape[2]):
-                many = len(next(iter(fields.values())))
-                count = min(piece.stop - first, many * self.block_tokens - offset)
-                target = out[:, first : first + count]
-                if self.offset is None and count == many * self.block_tokens:
-                    blocks = torch.unflatten(target, 1, (many, self.block_tokens)).transpose(0, 1)
-                    decode(self.codec, fields, out.shape[2], out.dtype, out=blocks)
-                else:
-                    dtype = out.dtype if self.offset is None else torch.float32
-                    blocks = decode(self.codec, fields, out.shape[2], dtype)  # [n, heads, tokens, dim]
-                    tokens = blocks.transpose(0, 1).flatten(1, 2)[:, offset : offset + count]
-                    if self.offset is not None:
-                        limit = torch.finfo(out.dtype).max
-                        known = self.offset(row.positions[first : first + count], out)
-                        tokens = (tokens + known).clamp_(-limit, limit)
-                    target.copy_(tokens)
-                first, offset = first + count, 0
-            if piece.first < self.sink_tokens:
-                stop = min(piece.stop, self.sink_tokens)
-                sinks = self.arena.raw[self._pool.slot(piece.run)]
-                out[:, piece.first : stop] = sinks[:, : stop - piece.first]
 
-    def _seal(self, call: Call) -> None:
-        """Encode what each row seals, write it to the call's slots and shorten the tails."""
-        assert self.arena is not None
-        started = time.perf_counter()
-        batches = []
-        for index, row in enumerate(call.rows):
-            if row.slots:
-                batches.append(self._cut(self.tails[index].tokens[:, : row.sealing], row))
-                self.tails[index] = self.tails[index].after(row.sealing)
-        blocks = torch.cat(batches) if len(batches) > 1 else batches[0]
-        self.arena.fill(call.runs, lambda place: encode(self.codec, blocks, place))
-        self.encode_seconds += time.perf_counter() - started
+class Layer:
+    """The keys and the values of one layer, and where their sealed blocks are."""
 
-    def _cut(self, tokens: Tensor, row: RowCall) -> Tensor:
-        """Cut ``[heads, tokens, dim]`` into blocks ``[n, heads, block_tokens, dim]``, setting sinks aside.
+    def __init__(self, key: History, value: History, place: Callable[[Layer], Blocks]) -> None:
+        self.key, self.value = key, value
+        self.blocks = place(self)
+        self.record: Record | None = None  # of a block, once shapes are known
 
-        Places of a block that hold no token of its own, or one kept raw, take the first token after them, so
-        that they do not widen the range of the codes.
-        """
-        assert self.arena is not None
-        for slot in row.slots:
-            self.arena.keep_raw(slot, None)  # of a block that is gone
-        sinks = max(0, self.sink_tokens - row.sealed)
-        if sinks:
-            self.arena.keep_raw(row.slots[0], tokens[:, :sinks].clone())
-        if self.offset is not None:
-            known = self.offset(row.positions[row.sealed : row.sealed + row.sealing], tokens)
-            tokens = tokens.float() - known
-        place = row.sealed % self.block_tokens
-        if place:
-            tokens = torch.cat((tokens[:, :1].expand(-1, place, -1), tokens), dim=1)
-        blocks = torch.unflatten(tokens, 1, (-1, self.block_tokens)).transpose(0, 1)
-        if sinks and self.sink_tokens < self.block_tokens:
-            # A copy, since of one head it would be a view of tokens that are still to be attended to.
-            blocks = blocks.clone(memory_format=torch.contiguous_format)
-            blocks[0, :, : self.sink_tokens] = blocks[0, :, self.sink_tokens, None]
-        return blocks
+    def append(self, keys: Tensor, values: Tensor, call: Call) -> tuple[Held, Held]:
+        """Take a call's new columns and tell what is held with them; seal what is complete."""
+        if self.record is None:
+            self.record = self._record(keys, values)
+        held = []
+        for which, (side, fresh) in enumerate(zip(self.sides, (keys, values), strict=True)):
+            side.append(fresh, call)
+            held.append(Held(self, which, fresh, call, tuple(tail.tokens for tail in side.tails)))
+        if call.runs:
+            with _no_autocast(keys.device), torch.no_grad():
+                self.blocks.seal(call, [self._cut(index, row) for index, row in enumerate(call.rows) if row.slots])
+        return held[0], held[1]
+
+    def encoders(self, cuts: Sequence[Cut]) -> tuple[Encoder, Encoder]:
+        """What encodes the keys, and the values, that rows seal."""
+
+        def of(which: int, side: History) -> Encoder:
+            def encoder(place: Fields | None) -> Fields:
+                started = time.perf_counter()
+                batches = [side.prepared(cut.blocks[which], cut.positions, cut.sinks[which]) for cut in cuts]
+                fields = encode(side.codec, torch.cat(batches) if batches[1:] else batches[0], place)
+                side.encode_seconds += time.perf_counter() - started
+                return fields
+
+            return encoder
+
+        return of(0, self.key), of(1, self.value)
+
+    def dense(self, which: int, call: Call) -> Tensor:
+        """All columns of a side as a call that adds none would attend to them."""
+        tails = tuple(tail.tokens for tail in self.sides[which].tails)
+        nothing = torch.stack([tail[:, :0] for tail in tails])
+        return Held(self, which, nothing, call, tails).dense()
+
+    def block(self, call: Call, row: int) -> tuple[CompressedTensor, CompressedTensor]:
+        """A copy of what is stored of a row's history in ``call``, which is one block."""
+        found = [span for portion in self.blocks.read(call).each for span in portion[row]]
+        parts = []
+        for side, stored in zip(self.sides, found[0].sides, strict=True):
+            tail = side.tails[0].tokens
+            fields = {name: field[0].clone() for name, field in stored.fields.items()}
+            shape = tail.shape[0], side.block_tokens, tail.shape[2]
+            parts.append(CompressedTensor(stored.codec.name, shape, tail.dtype, fields, stored.raw))
+        return parts[0], parts[1]
+
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes allocated for (sealed blocks, raw tokens); values at model precision count 2 bytes each."""
+        raw = sum(tensor.numel() for side in self.sides for tensor in side.raw_tensors())
+        return self.blocks.nbytes(), 2 * raw
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything allocated on the layer's device: slots, used or not, and raw tokens."""
+        yield from self.blocks.tensors()
+        for side in self.sides:
+            yield from side.raw_tensors()
+
+    def crop(self, rows: Sequence[Row]) -> None:
+        """Follow rows that were cropped."""
+        for side in self.sides:
+            side.crop(rows)
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Follow rows that were selected."""
+        for side in self.sides:
+            side.select(indices)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        for side in self.sides:
+            side.tails = []
+        self.blocks.clear()
+
+    def fork(self, place: Callable[[Layer], Blocks] | None = None) -> Self:
+        """A copy that shares blocks and, until it grows, tails; ``place``: see the constructor."""
+        twin = type(self)(self.key.fork(), self.value.fork(), place or self.blocks.fork)
+        twin.record = self.record
+        return twin
+
+    @property
+    def sides(self) -> tuple[History, History]:
+        """Keys and values."""
+        return self.key, self.value
+
+    def _cut(self, index: int, row: RowCall) -> Cut:
+        positions = row.positions[row.sealed : row.sealed + row.sealing]
+        if place := row.sealed % self.key.block_tokens:
+            positions = torch.cat((positions[:1].expand(place), positions))
+        sinks = self.key.sinks_of(row), self.value.sinks_of(row)
+        return Cut(row.slots, (self.key.cut(index, row), self.value.cut(index, row)), positions, sinks)
+
+    def _record(self, keys: Tensor, values: Tensor) -> Record:
+        key, value = (
+            side.codec.layout(states.shape[1], side.block_tokens, states.shape[3], states.dtype)
+            for side, states in zip(self.sides, (keys, values), strict=True)
+        )
+        return Record.of(key, value)
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What a history held in a call, new columns ``fresh`` and all: blocks from before it, and each row's tail.
+    """What a layer held of keys, or values, in a call: new columns ``fresh``, blocks from before, each row's tail.
 
     Good until the next call.
     """
 
-    history: History
+    layer: Layer
+    which: int
     fresh: Tensor
     call: Call
     tails: tuple[Tensor, ...]
@@ -258,17 +319,21 @@ class Held:
         if not call.past:
             return fresh.contiguous()
         started = time.perf_counter()
+        side = self.layer.sides[self.which]
         rows, heads, new, dim = fresh.shape
         with _no_autocast(fresh.device):
             dense = fresh.new_empty(rows, heads, call.past + new, dim)
             with torch.no_grad():
+                tokens = [dense[index, :, row.start : call.past] for index, row in enumerate(call.rows)]
+                for portion in self.layer.blocks.read(call).each:
+                    for spans, row, out in zip(portion, call.rows, tokens, strict=True):
+                        for span in spans:
+                            side.decode(span, self.which, row, out)
                 for index, row in enumerate(call.rows):
                     dense[index, :, : row.start] = 0
-                    tokens = dense[index, :, row.start : call.past]
-                    self.history.decode(row, tokens)
-                    tokens[:, row.sealed :] = self.tails[index][:, : row.tail]
+                    tokens[index][:, row.sealed :] = self.tails[index][:, : row.tail]
             dense[:, :, call.past :] = fresh
-        self.history.decode_seconds += time.perf_counter() - started
+        side.decode_seconds += time.perf_counter() - started
         return dense
 
 

@@ -172,6 +172,13 @@ class Rows:
         ]
         return Call(self.width, 0, tuple(calls), ())
 
+    def view_of(self, row: Row, number: int) -> Call:
+        """The ``number``-th span of a row's table by itself, as a call that adds nothing sees it."""
+        (run,) = self.pool.runs([row.slots[number]])
+        first, stop = row.ends[number - 1] if number else 0, row.ends[number]
+        piece = Piece(run, first, stop, first % self.block_tokens)
+        return Call(self.width, 0, (RowCall(row.start, tuple(row.positions), (piece,), stop, 0, 0, (), 0),), ())
+
     def history(self, row: Row) -> tuple[Piece, ...]:
         """The sealed tokens of a row in order: whole blocks in runs, fragments one by one."""
         if row.sequence not in self._pieces:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..policy import ResolvedLayer
-from .layer import History
+from .layer import Layer
 from .rows import Row
 
 
@@ -92,7 +92,7 @@ class CacheStats:
 def take_stats(
     resolved: Sequence[ResolvedLayer], layers: Sequence[Any], rows: Sequence[Row], peak: int, fallbacks: int
 ) -> CacheStats:
-    """A snapshot of ``layers``: a `History` of keys and one of values where compressed, else any cache layer."""
+    """A snapshot of ``layers``: whose ``held`` is a `Layer` where compressed, else any cache layer."""
     taken, elements, other = [], 0, 0
     encode = decode = 0.0
     for told, layer in zip(resolved, layers, strict=True):
@@ -100,13 +100,12 @@ def take_stats(
             other += _other_bytes(layer)
             taken.append(LayerStats(told.index, told.kind, None, None, 0, 0))
             continue
-        histories: tuple[History, History] = (layer.key, layer.value)
-        (key_blocks, key_raw), (value_blocks, value_raw) = (history.nbytes() for history in histories)
-        key, value = (history.codec.name for history in histories)
-        taken.append(LayerStats(told.index, told.kind, key, value, key_blocks + value_blocks, key_raw + value_raw))
-        elements += sum(history.token_elements for history in histories)
-        encode += sum(history.encode_seconds for history in histories)
-        decode += sum(history.decode_seconds for history in histories)
+        held: Layer = layer.held
+        key, value = (side.codec.name for side in held.sides)
+        taken.append(LayerStats(told.index, told.kind, key, value, *held.nbytes()))
+        elements += sum(side.token_elements for side in held.sides)
+        encode += sum(side.encode_seconds for side in held.sides)
+        decode += sum(side.decode_seconds for side in held.sides)
     tokens = tuple(row.length for row in rows)
     return CacheStats(
         layers=tuple(taken),

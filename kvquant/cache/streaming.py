@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,75 +16,89 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..attention.streamed import streamed_attention
+from ..attention.streamed import attend_in_portions
 from ..errors import KVQuantWarning
 from ..kernels import Dense, Memo, Sealed, Segment, decoding_pays
 from ..keybias import BiasScores, KeyBias
-from .layer import Held, History
-from .rows import Call, Piece, RowCall
+from .blocks import Side, Span
+from .layer import Held, History, Layer
+from .rows import Call, RowCall
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Segments:
-    """The segments of a layer's rows; those of blocks are made when a row's table changes."""
+    """What attention reads of a layer: the segments of its spans, which are made once a span."""
 
-    def __init__(self, key: History, value: History, watch: Watch) -> None:
-        self.key, self.value = key, value
+    def __init__(self, layer: Layer, watch: Watch) -> None:
+        self.layer = layer
         self.watch = watch
-        self.bias = BiasScores(key.offset, key.block_tokens) if isinstance(key.offset, KeyBias) else None
-        self._made: dict[int, tuple[Any, Any, dict[Piece, list[Segment]]]] = {}  # by row
+        offset = layer.key.offset
+        self.bias = BiasScores(offset, layer.key.block_tokens) if isinstance(offset, KeyBias) else None
         self.memo = Memo()
 
     def clear(self) -> None:
         """Let go of all blocks."""
-        self._made.clear()
         self.memo = Memo()
 
-    def of(self, keys: Held, values: Held, query: Tensor) -> list[list[Segment]]:
-        """What each row's new tokens attend to, whose ``query`` is ``[rows, query heads, new, dim]``."""
-        found = []
-        for index, row in enumerate(keys.call.rows):
-            blocks = [segment for made in self._blocks(index, row) for segment in made]
-            if self.bias is not None:
-                folded = query[index].reshape(keys.fresh.shape[1], -1, query.shape[3])
-                blocks = [self._with_bias(segment, row, folded, keys.fresh) for segment in blocks]
-            found.append([*blocks, Dense(keys.tails[index], values.tails[index], causal=True)])
-        return found
+    def of(
+        self, read: Iterable[Sequence[Sequence[Span]]], keys: Held, values: Held, query: Tensor
+    ) -> Iterator[list[list[Segment]]]:
+        """What each row's new tokens attend to, in as many portions as their blocks are ``read``; tails come first.
+
+        ``query`` is ``[rows, query heads, new, dim]``.
+        """
+        tails = [[Dense(*pair, causal=True)] for pair in zip(keys.tails, values.tails, strict=True)]
+        for portion in read:
+            found = []
+            for index, (spans, row, tail) in enumerate(zip(portion, keys.call.rows, tails, strict=True)):
+                blocks = [segment for span in spans for segment in self._of(span)]
+                if self.bias is not None:
+                    folded = query[index].reshape(keys.fresh.shape[1], -1, query.shape[3])
+                    blocks = [self._with_bias(segment, row, folded, keys.fresh) for segment in blocks]
+                found.append([*blocks, *tail])
+            yield found
+            tails = [[] for _ in tails]
 
     def _with_bias(self, segment: Segment, row: RowCall, query: Tensor, like: Tensor) -> Segment:
-        if isinstance(segment, Dense) or self.bias is None:
+        if isinstance(segment, Dense) or self.bias is None or segment.key.lossless:
             return segment
         count = len(next(iter(segment.keys.values())))
         starts = row.positions[segment.start :: segment.block_tokens][:count]
         return replace(segment, extra=self.bias(query, starts, like))
 
-    def _blocks(self, index: int, row: RowCall) -> Iterable[list[Segment]]:
-        history, stamp, made = self._made.get(index, (None, None, {}))
-        assert self.key.arena is not None
-        assert self.value.arena is not None
-        now = self.key.arena, self.key.arena.stamp, self.value.arena.stamp
-        if history is not row.history or stamp != now:
-            known = made if stamp == now else {}
-            made = {piece: known.get(piece) or self._of_piece(piece) for piece in row.history}
-            self._made[index] = row.history, now, made
-        return made.values()
-
-    def _of_piece(self, piece: Piece) -> list[Segment]:
-        key, value = self.key, self.value
-        assert key.arena is not None
-        assert value.arena is not None
-        keys, values = key.arena.read(piece.run), value.arena.read(piece.run)
-        found: list[Segment] = []
-        raw = max(0, min(piece.stop, max(key.sink_tokens, value.sink_tokens)) - piece.first)
-        if raw:
-            found.append(Dense(key.first_tokens(piece, raw), value.first_tokens(piece, raw)))
-        first, stop = piece.offset + raw, piece.offset + piece.stop - piece.first
-        if first < stop:
-            dims = key.dim, value.dim
-            start = piece.first - piece.offset
-            found.append(Sealed(key.codec, value.codec, keys, values, dims, key.block_tokens, first, stop, start))
+    def _of(self, span: Span) -> list[Segment]:
+        if "segments" not in span.memo:
+            span.memo["segments"] = self._make(span)
+        found: list[Segment] = span.memo["segments"]
         return found
+
+    def _make(self, span: Span) -> list[Segment]:
+        key, value = span.sides
+        found: list[Segment] = []
+        most = max(0 if side.raw is None else side.raw.shape[1] for side in span.sides)
+        raw = min(most, span.stop - span.first)
+        if raw:
+            keys, values = (
+                _first_tokens(side, history, span.offset, raw)
+                for side, history in zip(span.sides, self.layer.sides, strict=True)
+            )
+            found.append(Dense(keys, values))
+        begin, stop = span.offset + raw, span.offset + span.stop - span.first
+        if begin < stop:
+            dims = self.layer.key.dim, self.layer.value.dim
+            tokens, start = self.layer.key.block_tokens, span.first - span.offset
+            found.append(Sealed(key.codec, value.codec, key.fields, value.fields, dims, tokens, begin, stop, start))
+        return found
+
+
+def _first_tokens(side: Side, history: History, offset: int, count: int) -> Tensor:
+    """The first tokens of a span as they were: ``[heads, count, dim]``."""
+    if side.raw is not None:
+        return side.raw[:, :count]
+    first = {name: field[:1] for name, field in side.fields.items()}  # of a codec that is lossless
+    blocks = side.codec.decode(first, history.dim, history.tails[0].tokens.dtype)
+    return blocks[0, :, offset : offset + count]
 
 
 class HeldStates(Tensor):
@@ -124,18 +138,21 @@ def attend(plain: Attention, module: Any, query: Tensor, key: Tensor, value: Ten
         return plain(module, query, key, value, mask, **given)
     if why := _obstacle(query, key, value, mask, given):
         return plain(module, query, key.decode(why), value.decode(why), mask, **given)
-    if key.segments.bias and decoding_pays(query.shape[1] // key.shape[1] * query.shape[2]):
+    segments = key.segments
+    if segments.bias and decoding_pays(query.shape[1] // key.shape[1] * query.shape[2]):
         # What biases add to the scores of so many queries takes more memory than keys do.
         return plain(module, query, key.held.dense(), value.held.dense(), mask, **given)
-    segments = key.segments.of(key.held, value.held, query)
-    output = streamed_attention(
+    several, read = segments.layer.blocks.read(key.held.call)
+    output = attend_in_portions(
         query,
-        segments,
+        segments.of(read, key.held, value.held, query),
+        several,
+        key.shape[1],
         value.shape[-1],
         scale=given.get("scaling"),
         softcap=given.get("softcap") or 0.0,
         sinks=given.get("s_aux"),
-        memo=key.segments.memo,
+        memo=segments.memo,
     )
     return output.transpose(1, 2).contiguous(), None
 

@@ -25,10 +25,8 @@ from .tiny import small_policy
 def storage_bytes(cache: Any) -> int:
     total = 0
     for layer in cache.layers:
-        if hasattr(layer, "key"):
-            for history in (layer.key, layer.value):
-                held = [*(tail.room for tail in history.tails), *history.arena.storages(), *history.arena.raw.values()]
-                total += sum(tensor.nbytes for tensor in held)
+        if hasattr(layer, "held"):
+            total += sum(tensor.nbytes for tensor in layer.held.tensors())
         elif isinstance(getattr(layer, "keys", None), torch.Tensor):
             total += layer.keys.nbytes + layer.values.nbytes
     return total
