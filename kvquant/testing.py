@@ -11,6 +11,7 @@ Needs pytest only to be collected; importing it runs nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -93,6 +94,14 @@ class CodecContract:
         x = self.blocks(n=4)
         for view in (x[::2], x.transpose(0, 1).contiguous().transpose(0, 1), x.flip(0).flip(0), x[:, ::2]):
             assert_same_fields(self.codec.encode(view), self.codec.encode(view.clone()))
+
+    def test_fields_whose_blocks_lie_apart(self) -> None:
+        """Nor do they in decoding: a block's fields may be views of a record that holds more."""
+        for heads, dim in itertools.product((1, 3), self.dims):
+            fields = self.codec.encode(self.blocks(heads=heads, dim=dim))
+            apart = {name: torch.stack((f, torch.full_like(f, 99)), dim=1)[:, 0] for name, f in fields.items()}
+            decoded, expected = (self.codec.decode(each, dim, torch.float32) for each in (apart, fields))
+            assert torch.equal(decoded, expected)
 
     def test_a_block_does_not_depend_on_its_batch(self) -> None:
         """Codes depend on their block alone, bit for bit, also where a sum's order would show in its last bit."""

@@ -19,7 +19,9 @@ from kvquant.codecs.base import to_dtype
 from kvquant.codecs.rotation import hadamard
 from kvquant.errors import CodecError
 from kvquant.kernels import coding, decode, encode, native, native_codecs
+from kvquant.kernels.segments import whole_blocks
 from kvquant.testing import relative_rms
+from tests.records import as_records, in_records, only_fields_written
 
 pytestmark = pytest.mark.skipif(native_codecs.library() is None, reason="the library is not built here: no compiler")
 
@@ -108,6 +110,40 @@ def test_any_blocks(data, tokens):
     codec, x = data.draw(codecs(tokens)), data.draw(blocks(tokens))
     fields = check_encode(codec, x)
     check_decode(codec, fields, x.shape[3], x.dtype)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data(), TOKENS, st.sampled_from([0, 1, 2]))
+def test_blocks_as_records(data, tokens, gap):
+    """Written and read where they lie, and nothing else is written."""
+    codec, x = data.draw(codecs(tokens)), data.draw(blocks(tokens))
+    expected, dim = codec.encode(x), x.shape[3]
+    (views,) = as_records(expected, gap=gap)
+    assert all(whole_blocks(view) is view for view in views.values())
+    same(codec.decode(views, dim, x.dtype), codec.decode(expected, dim, x.dtype))
+    for level in LEVELS:
+        records, (out,) = in_records([codec.layout(*x.shape[1:], x.dtype)], len(x), gap)
+        fields = native_codecs.encode(codec, x, out, level)
+        assert (fields is out) == (expected["scale"].dtype == torch.float16)
+        for name, field in expected.items():
+            same(fields[name], field)
+        assert only_fields_written(records, [out])
+        decoded = [torch.empty(x.shape, dtype=x.dtype) for _ in range(2)]
+        for given_, to in zip((expected, views), decoded, strict=True):
+            assert native_codecs.decode(codec, given_, to, level)
+        same(*decoded)
+
+
+def test_fields_that_do_not_lie_together_are_not_written():
+    codec, x = Affine(4, "channel", 8), torch.randn(2, 2, 16, 24)
+    out = {
+        name: torch.empty(2, *shape[1:], shape[0], dtype=dtype).movedim(-1, 1)
+        for name, (shape, dtype) in codec.layout(2, 16, 24, x.dtype).items()
+    }
+    fields, expected = encode(codec, x, out), codec.encode(x)
+    for name, field in expected.items():
+        assert fields[name] is not out[name]
+        same(fields[name], field)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from kvquant import get_codec
 from kvquant.attention import reference
 from kvquant.kernels import Dense, Sealed, attend, eager, encode, native, wide
 from kvquant.testing import relative_rms
+from tests.records import as_records
 
 CODECS = ["fp16", *(f"int{bits}" for bits in (8, 4, 3, 2))]
 LEVELS = range(native.isa() + 1) if native.library() else []
@@ -99,6 +102,34 @@ def test_whatever_the_codec(problem):
     output, _ = attend(query, segments, dim, **given_)
     expected, _ = reference.attend(query, segments, dim, **given_, dtype=torch.float64)
     assert relative_rms(output, expected) <= 1e-3
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    problems(codecs=[*CODECS, "nf4", "fp4", "dynamic8"], lengths=(1, 2, 50)), st.booleans(), st.sampled_from([0, 1, 2])
+)
+def test_blocks_as_records(problem, in_float32, gap):
+    """Whatever lies between fields and between blocks: the same, to the last bit."""
+    query, (sinks, run, tail), dim, given_ = problem
+    if in_float32:
+        run = replace(run, keys=widened(run.keys), values=widened(run.values))
+    keys, values = as_records(run.keys, run.values, gap=gap)
+    one, other = [sinks, run, tail], [sinks, replace(run, keys=keys, values=values), tail]
+    ways = [(eager.attend, {})]
+    if wide.serves(query, one, dim, given_["softcap"]):
+        ways.append((wide.attend, {}))
+    assert native.serves(query, one) == native.serves(query, other)
+    if native.serves(query, one):
+        ways += [(native.attend, {"level": level}) for level in LEVELS]
+    for way, more in ways:
+        results = [way(query, segments, dim, **given_, **more) for segments in (one, other)]
+        for expected, actual in zip(*results, strict=True):
+            assert torch.equal(expected, actual)
+
+
+def widened(fields):
+    """Parameters in float32, as of blocks that float16 cannot hold."""
+    return {name: field.float() if name in ("scale", "zero") else field for name, field in fields.items()}
 
 
 @pytest.mark.parametrize("held", [0, 1, 40])

@@ -18,6 +18,7 @@ from kvquant.attention import reference
 from kvquant.kernels import Dense, Memo, Sealed, gpu, gpu_attention
 from kvquant.testing import relative_rms
 from tests.models import feed, generate, prompt, tiny
+from tests.records import as_records
 
 pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,6 +74,29 @@ def test_every_kind_of_codes(bits):
         query, how = random_(1, 2, 48), {"scale": 0.2, "softcap": 0.0, "news": 1}
         output, logs = gpu_attention.attend(query, [run], 48, **how)
         check(output[None], logs[None], query[None], [[run]], 48, **how)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 16])
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_blocks_as_records(bits, size):
+    """Read where they lie, with the same results; of the larger blocks parameters are float32."""
+    names = ["fp16"] if bits == 16 else [f"int{bits}/channel/g16/none", f"int{bits}/token/g24/hadamard"]
+    for name in names:
+        codec = get_codec(name, "key", 32)
+        sides = [slabs(codec, 2, 32, 48, 3, size) for _ in range(2)]
+        query, how = random_(1, 2, 2, 48), {"scale": 0.2 / size, "softcap": 0.0, "news": 1}
+        results = []
+        for keys, values in (sides, as_records(*sides)):
+            run, memo = Sealed(codec, codec, cut(keys, 1, 3), cut(values, 1, 3), (48, 48), 32, 4, 64), Memo()
+            results.append(gpu_attention.attend_rows(query, [[run]], 48, **how, memo=memo))
+            assert {tensor.data_ptr() for tensor in memo.plan.keep} <= {
+                run.keys.get("data", query).data_ptr(),
+                run.values.get("data", query).data_ptr(),
+            }
+        for expected, actual in zip(*results, strict=True):
+            assert torch.equal(expected, actual)
+        expected, _ = reference.attend(query[0], [run], 48, **how, dtype=torch.float64)
+        assert relative_rms(results[1][0][0], expected) <= LIMIT
 
 
 @st.composite

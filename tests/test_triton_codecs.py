@@ -16,6 +16,7 @@ from kvquant import get_codec
 from kvquant.kernels import gpu_codecs
 from kvquant.kernels.coding import encode as encode_here
 from kvquant.testing import assert_same_fields, relative_rms
+from tests.records import as_records, in_records, only_fields_written
 
 pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,12 +90,42 @@ def test_decoding(given_, dtype, into):
     assert relative_rms(decoded, expected) <= {torch.float32: 1e-6, torch.float16: 1e-4, torch.bfloat16: 2**-7}[dtype]
 
 
+@settings(deadline=None, max_examples=16, suppress_health_check=[HealthCheck.too_slow])
+@given(blocks())
+def test_blocks_as_records(given_):
+    """Written and read where they lie, and nothing else is written."""
+    codec, x = given_
+    fields, dim = codec.encode(x), x.shape[3]
+    if gpu_codecs.encodes(codec, x):
+        records, (out,) = in_records([codec.layout(*x.shape[1:], x.dtype)], len(x), device=DEVICE)
+        assert gpu_codecs.encode(codec, x, out) is out
+        assert_same_fields(out, fields)
+        assert only_fields_written(records, [out])
+    if gpu_codecs.decodes(codec, fields, dim):
+        (views,) = as_records(fields)
+        found, expected = (gpu_codecs.decode(codec, each, dim, x.dtype) for each in (views, fields))
+        assert torch.equal(found, expected)
+
+
+def test_fields_in_the_wrong_strides_are_not_written():
+    codec, x = get_codec("int4/channel/g32/none", "key", 32), torch.randn(2, 2, 32, 64, device=DEVICE)
+    layout = codec.layout(2, 32, 64, x.dtype)
+    _, (out,) = in_records([layout], 2, device=DEVICE)
+    (others,) = in_records([layout], 2, gap=2, device=DEVICE)[1]
+    for name, wrong in (("zero", others["zero"]), ("codes", out["codes"].mT.contiguous().mT)):
+        made = gpu_codecs.encode(codec, x, out | {name: wrong})
+        assert made[name] is not wrong
+        assert_same_fields(made, codec.encode(x))
+
+
 def test_what_float16_cannot_hold():
     x = torch.randn(2, 2, 32, 64, device=DEVICE)
     x[1] *= 1e6
     for name in ("int4/channel/g32/none", "int8/token/g64/hadamard"):
         codec = get_codec(name, "key", 32)
-        assert_same_fields(gpu_codecs.encode(codec, x), codec.encode(x))
+        _, (out,) = in_records([codec.layout(2, 32, 64, x.dtype)], 2, device=DEVICE)
+        for place in (None, out):
+            assert_same_fields(gpu_codecs.encode(codec, x, place), codec.encode(x))
 
 
 def test_constants():

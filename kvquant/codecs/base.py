@@ -46,7 +46,10 @@ class Codec(Protocol):
         """
 
     def decode(self, fields: Fields, dim: int, dtype: torch.dtype) -> Tensor:
-        """Decode fields of n blocks to ``[n, heads, tokens, dim]`` of ``dtype``."""
+        """Decode fields of n blocks to ``[n, heads, tokens, dim]`` of ``dtype``.
+
+        Fields may be views, in which the blocks lie apart in memory.
+        """
 
 
 Factory = Callable[[Mapping[str, Any], str, int], Codec]

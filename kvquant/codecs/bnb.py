@@ -78,7 +78,7 @@ class BitsAndBytes:
         n, heads, rows, _ = fields["codes"].shape
         tokens = rows * self._per_byte
         shape = (n, heads, dim, tokens) if self.axis == "channel" else (n, heads, tokens, dim)
-        codes, absmax = fields["codes"].contiguous(), fields["absmax"].flatten()
+        codes, absmax = fields["codes"].contiguous(), fields["absmax"].contiguous().flatten()
         if not n:
             x = absmax.new_empty(shape)
         elif self.format == "dynamic8":

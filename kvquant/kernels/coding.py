@@ -19,15 +19,15 @@ GPU_CHUNK_ELEMENTS = 1 << 26  # or, on a GPU, in some of its memory
 def encode(codec: Codec, blocks: Tensor, out: Fields | None = None) -> Fields:
     """See `Codec.encode`; ``blocks`` ``[n, heads, tokens, dim]`` may have any strides.
 
-    Where they can be written into ``out``, contiguous fields as `Codec.layout` has them, that is what is returned;
-    else it holds nothing of use.
+    Where they can be written into ``out``, fields as `Codec.layout` has them, each contiguous within a block, that is
+    what is returned; else it holds nothing of use.
     """
     if isinstance(codec, Affine) and native_codecs.serves(codec, blocks):
         fields = native_codecs.encode(codec, blocks, out)
         if fields is not None:
             return fields
     if isinstance(codec, Affine) and gpu.serves(blocks) and gpu_codecs.encodes(codec, blocks):
-        return gpu_codecs.encode(codec, blocks)
+        return gpu_codecs.encode(codec, blocks, out)
     most = GPU_CHUNK_ELEMENTS if blocks.is_cuda else CHUNK_ELEMENTS
     step = max(1, most // max(1, blocks[:1].numel()))
     encoded = [codec.encode(part.contiguous()) for part in torch.split(blocks, step)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, Fields
+from ..codecs import Codec, Fields, Layout
 from ..codecs.affine import Affine
 from ..codecs.base import to_dtype
 from ..codecs.rotation import hadamard, unrotate
 from .gpu import on, power_of_two, runs_on
-from .segments import rotates
+from .segments import rotates, together
 
 BITS = (8, 4, 3, 2)
 ENCODED = 4096  # values of a tile that is encoded, about: they stay in registers
@@ -59,8 +59,8 @@ def decode(codec: Affine, fields: Fields, dim: int, dtype: torch.dtype, out: Ten
     return decoded if out is None or decoded is out else out.copy_(decoded)
 
 
-def encode(codec: Affine, blocks: Tensor) -> Fields:
-    """As `Affine.encode`, for the codecs of `encodes`.
+def encode(codec: Affine, blocks: Tensor, out: Fields | None = None) -> Fields:
+    """As `Affine.encode`, for the codecs of `encodes`. For ``out`` see `coding.encode`.
 
     Parameters that float16 cannot hold are the codec's own to encode; asking whether there are any waits for the GPU.
     """
@@ -71,10 +71,13 @@ def encode(codec: Affine, blocks: Tensor) -> Fields:
     x = hadamard(blocks.float()) if rotates(codec) else blocks
     x = x if x.stride(3) == 1 else x.contiguous()
     n, heads, size, dim = x.shape
-    fields = {
-        name: torch.empty((n, *shape), dtype=dtype, device=x.device)
-        for name, (shape, dtype) in codec.layout(heads, size, dim, x.dtype).items()
-    }
+    layout = codec.layout(heads, size, dim, x.dtype)
+    if out is not None and _takes(out, layout):
+        fields = out
+    else:
+        fields = {
+            name: torch.empty((n, *shape), dtype=dtype, device=x.device) for name, (shape, dtype) in layout.items()
+        }
     beyond = torch.zeros(1, dtype=torch.int32, device=x.device)
     parts, top = _parts(codec.bits), (1 << codec.bits) - 1
     lanes = -(-dim // parts)  # channels of a part
@@ -97,6 +100,8 @@ def encode(codec: Affine, blocks: Tensor) -> Fields:
             beyond,
             heads,
             *x.stride()[:3],
+            fields["codes"].stride(0),
+            fields["scale"].stride(0),
             SIZE=size,
             DIM=dim,
             BITS=codec.bits,
@@ -143,6 +148,12 @@ def _parts(bits: int) -> int:
 def decodes(codec: Codec, fields: Fields, dim: int) -> bool:
     """Whether `decode` can do these: codes of 3 bits come in whole eighths."""
     return isinstance(codec, Affine) and runs_on(fields["codes"]) and not (codec.bits == 3 and dim % 8)
+
+
+def _takes(out: Fields, layout: Layout) -> bool:
+    """Whether `encode` can write there."""
+    fitting = all(out[name].dtype == dtype and together(out[name]) for name, (_, dtype) in layout.items())
+    return fitting and out["scale"].stride(0) == out["zero"].stride(0)
 
 
 def _laid_out(fields: Fields) -> tuple[Tensor, Tensor, Tensor]:

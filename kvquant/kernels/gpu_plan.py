@@ -23,7 +23,7 @@ from ..codecs import Fields
 from ..codecs.affine import Affine
 from ..codecs.raw import Raw
 from .gpu import sent
-from .segments import Dense, Sealed, Segment, rotates
+from .segments import Dense, Sealed, Segment, rotates, whole_blocks
 
 RUN, ITEM, ROW = 16, 8, 4  # words, as in the kernels
 CODES, DENSE, NEWEST = range(3)  # kinds of items, as in the kernels
@@ -225,7 +225,7 @@ class _Planner:
 
     def _side(self, fields: Fields) -> list[int]:
         """Addresses of codes, scales and zeros, and steps from block to block: of codes, and of the other two."""
-        codes, scale, zero = (_whole_blocks(fields[name]) for name in ("codes", "scale", "zero"))
+        codes, scale, zero = (whole_blocks(fields[name]) for name in ("codes", "scale", "zero"))
         if scale.stride(0) != zero.stride(0):
             scale, zero = scale.contiguous(), zero.contiguous()
         for name, tensor in (("codes", codes), ("scale", scale), ("zero", zero)):
@@ -262,8 +262,3 @@ def _cut(segment: Sealed, span: int) -> list[tuple[int, int]]:
     """A run's tokens in pieces of ``span``, which end where blocks do."""
     starts = range(segment.first // span * span, segment.stop, span)
     return [(max(segment.first, start), min(segment.stop, start + span)) for start in starts]
-
-
-def _whole_blocks(tensor: Tensor) -> Tensor:
-    """``tensor``, or a copy: that of a block must lie together."""
-    return tensor if len(tensor) == 0 or tensor[0].is_contiguous() else tensor.contiguous()

@@ -17,13 +17,13 @@ from ..codecs.raw import Raw
 from ..codecs.rotation import hadamard
 from .eager import merge
 from .loading import at_hand, isa, library
-from .segments import Dense, Sealed, Segment, rotates
+from .segments import Dense, Sealed, Segment, rotates, together
 
 DENSE_STEP = 64  # tokens of a dense segment that are one piece of work
 
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _SHAPE = struct.Struct("5q2f")
-_SIDE = struct.Struct("7q")
+_SIDE = struct.Struct("9q")
 _FORMAT = struct.Struct("6q")
 _REST = struct.Struct("6q")  # extra, blocks, tokens, first, stop, causal
 
@@ -114,7 +114,7 @@ def _served(segment: Segment) -> bool:
         return segment.keys.dtype in _KINDS and segment.values.dtype in _KINDS
     sides = ((segment.key, segment.keys), (segment.value, segment.values))
     return all(field.stride(-1) == 1 for _, fields in sides for field in fields.values()) and all(
-        (isinstance(codec, Affine) and fields["scale"].is_contiguous() and fields["zero"].is_contiguous())
+        (isinstance(codec, Affine) and together(fields["scale"]) and together(fields["zero"]))
         or (isinstance(codec, Raw) and next(iter(fields.values())).dtype in _KINDS)
         for codec, fields in sides
     )
@@ -168,7 +168,7 @@ def _dense_side(states: Tensor, step: int) -> bytes:
         raise ValueError("the channels of a token do not lie together")
     size = states.element_size()
     head, token = states.stride(0) * size, states.stride(1) * size
-    return _SIDE.pack(states.data_ptr(), step * token, head, token, 0, 0, 0)
+    return _SIDE.pack(states.data_ptr(), step * token, head, token, 0, 0, 0, 0, 0)
 
 
 def _sealed_side(fields: dict[str, Tensor]) -> bytes:
@@ -176,10 +176,13 @@ def _sealed_side(fields: dict[str, Tensor]) -> bytes:
     size = data.element_size()
     block, head, token = (data.stride(axis) * size for axis in range(3))
     if "scale" not in fields:
-        return _SIDE.pack(data.data_ptr(), block, head, token, 0, 0, 0)
-    scale, zero = fields["scale"], fields["zero"]
+        return _SIDE.pack(data.data_ptr(), block, head, token, 0, 0, 0, 0, 0)
+    known = fields["scale"], fields["zero"]
     return _SIDE.pack(
-        data.data_ptr(), block, head, token, scale.data_ptr(), zero.data_ptr(), int(scale.dtype == torch.float32)
+        *(data.data_ptr(), block, head, token),
+        *(field.data_ptr() for field in known),
+        *(field.stride(0) * field.element_size() for field in known),
+        int(known[0].dtype == torch.float32),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..codecs import Fields, Layout
 from ..codecs.affine import Affine
 from .loading import at_hand, isa, library
+from .segments import together, whole_blocks
 
 FEW = 1 << 15  # values that one thread takes by itself: waking another costs as much
 
@@ -19,7 +20,7 @@ _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _STORED = [[torch.uint8, parameters, parameters] for parameters in (torch.float16, torch.float32)]
 _FORMAT = struct.Struct("6q")
 _STATES = struct.Struct("8q")
-_FIELDS = struct.Struct("4q")
+_FIELDS = struct.Struct("7q")
 _WIDE = 1  # of a block, as csrc/codecs.h numbers it; what is above is left to the codec's own method
 
 
@@ -43,7 +44,9 @@ def encode(codec: Affine, blocks: Tensor, out: Fields | None = None, level: int 
     if blocks.stride(3) != 1:
         blocks = blocks.contiguous()
     count, dim = len(blocks), blocks.shape[3]
-    if out is not None and all(out[name].dtype == dtype for name, (_, dtype) in layout.items()):
+    if out is not None and all(
+        out[name].dtype == dtype and together(out[name]) for name, (_, dtype) in layout.items()
+    ):
         fields = out
     else:
         fields = {name: torch.empty((count, *shape), dtype=dtype) for name, (shape, dtype) in layout.items()}
@@ -85,7 +88,7 @@ def decode(codec: Affine, fields: Fields, out: Tensor, level: int | None = None)
         return False
     found = library()
     assert found is not None
-    fields = {name: field.contiguous() for name, field in fields.items()}
+    fields = {name: whole_blocks(field) for name, field in fields.items()}
     failed = found.kvq_decode(
         _format(codec, out.shape[3]),
         _fields(fields),
@@ -128,5 +131,6 @@ def _states(states: Tensor) -> bytes:
 
 
 def _fields(fields: Fields) -> bytes:
-    wide = fields["scale"].dtype == torch.float32
-    return _FIELDS.pack(*(fields[name].data_ptr() for name in ("codes", "scale", "zero")), wide)
+    parts = [fields[name] for name in ("codes", "scale", "zero")]
+    strides = (part.stride(0) * part.element_size() for part in parts)
+    return _FIELDS.pack(*(part.data_ptr() for part in parts), *strides, parts[1].dtype == torch.float32)

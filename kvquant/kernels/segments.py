@@ -71,6 +71,16 @@ def rotates(codec: Codec | None) -> bool:
     return isinstance(codec, Affine) and codec.rotate == "hadamard"
 
 
+def together(field: Tensor) -> bool:
+    """Whether each block's part of a field ``[n, …]`` lies together, wherever the next block's is."""
+    return not len(field) or field[0].is_contiguous()
+
+
+def whole_blocks(field: Tensor) -> Tensor:
+    """A field ``[n, …]`` each block's part of which lies `together`: itself, or a copy."""
+    return field if together(field) else field.contiguous()
+
+
 @dataclass
 class Memo:
     """What was found out about segments, kept by whoever will ask about the same again."""

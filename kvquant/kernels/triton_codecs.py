@@ -189,6 +189,8 @@ def encode_kernel(
     x_block: tl.tensor,
     x_head: tl.tensor,
     x_row: tl.tensor,
+    c_block: tl.tensor,
+    p_block: tl.tensor,
     SIZE: tl.constexpr,
     DIM: tl.constexpr,
     BITS: tl.constexpr,
@@ -207,9 +209,10 @@ def encode_kernel(
 
     Grid: (blocks · heads, tiles of tokens, tiles of channels). ``x`` is any float ``[blocks, heads, SIZE, DIM]``,
     ``codes`` uint8 ``[blocks, heads, SIZE, …]``; ``scales`` and ``zeros`` are float16, per channel
-    ``[blocks, heads, SIZE / COUNT, DIM]`` or ``PER_TOKEN`` ``[blocks, heads, SIZE, DIM / COUNT]``. Parts come as
-    ``GROUPS`` of ``SPREAD``, over which a token's group is spread. ``FITTED`` says whether 4 bits cut off extremes.
-    ``beyond``, int32 ``[1]``, becomes 1 where float16 cannot hold a range.
+    ``[blocks, heads, SIZE / COUNT, DIM]`` or ``PER_TOKEN`` ``[blocks, heads, SIZE, DIM / COUNT]``. Within a block each
+    is dense; from block to block it is ``c_block``, or ``p_block``. Parts come as ``GROUPS`` of ``SPREAD``, over which
+    a token's group is spread. ``FITTED`` says whether 4 bits cut off extremes. ``beyond``, int32 ``[1]``, becomes 1
+    where float16 cannot hold a range.
     """
     TOP: tl.constexpr = (1 << BITS) - 1
     PARTS: tl.constexpr = GROUPS * SPREAD
@@ -235,7 +238,7 @@ def encode_kernel(
 
     steps = _round(_clamp(_steps(values, zero, scale), 0.0, TOP * 1.0))
     numbers = tl.where(inside, steps, 0.0).to(tl.int32)
-    places = codes + pair * SIZE * BYTES + token * BYTES + lane
+    places = codes + pair // heads * c_block + (pair % heads * SIZE + token) * BYTES + lane
     held = rows & columns
     if BITS == 3:  # two bits of each code, in quarters of two parts each; then the third, in the eighths
         for half in tl.static_range(2):
@@ -248,11 +251,12 @@ def encode_kernel(
     if PER_TOKEN:
         IN_TOKEN: tl.constexpr = DIM // COUNT
         group = tl.arange(0, GROUPS)[:, None, None, None] * (1 if SPREAD > 1 else LANES // WIDTH) + tl.program_id(2)
-        at = (pair * SIZE + token) * IN_TOKEN + group
+        at = (pair % heads * SIZE + token) * IN_TOKEN + group
         stored = rows & (group < IN_TOKEN)
     else:
-        at = (pair * (SIZE // ROWS) + tl.program_id(1)) * DIM + channel
+        at = (pair % heads * (SIZE // ROWS) + tl.program_id(1)) * DIM + channel
         stored = channels
+    at += pair // heads * p_block
     tl.store(scales + at, scale.to(tl.float16), mask=stored)
     tl.store(zeros + at, zero.to(tl.float16), mask=stored)
 

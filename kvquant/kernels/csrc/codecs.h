@@ -10,11 +10,12 @@ typedef struct {
     int64_t blocks, heads, tokens;
 } KvqStates;
 
-// The same as codes; each field lies densely.
+// The same as codes; within a block each field lies densely. Strides, from block to block, in bytes.
 typedef struct {
     uint8_t* codes;
     char* scale;
     char* zero;
+    int64_t codes_stride, scale_stride, zero_stride;
     int64_t wide;  // 1: scale and zero are float32, else float16
 } KvqFields;
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVQ_VERSION 2
+#define KVQ_VERSION 3
 
 enum { KVQ_CODES = 0, KVQ_FLOAT32 = 1, KVQ_BFLOAT16 = 2, KVQ_FLOAT16 = 3 };
 
@@ -16,12 +16,13 @@ typedef struct {
     int64_t rotated;    // 1: of values, undone in the output (keys: the query is rotated before)
 } KvqFormat;
 
-// Keys, or values, of a segment. Strides in bytes; scale and zero lie densely, [blocks, heads, …].
+// Keys, or values, of a segment. Strides in bytes; within a block scale and zero lie densely, [heads, …].
 typedef struct {
     const char* data;
     int64_t block_stride, head_stride, token_stride;
     const char* scale;
     const char* zero;
+    int64_t scale_stride, zero_stride;  // from block to block
     int64_t wide;  // 1: scale and zero are float32, else float16
 } KvqSide;
 
