@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -149,45 +149,40 @@ class DiskStore:
         if not out.is_contiguous():
             raise StoreError(f"out of strides {out.stride()}; allowed: a contiguous tensor")
         nbytes = out.shape[1]
-        with self._transfer():
+        with self._lock:
+            table = self._begin()
+            found = table.pin(keys)
+            self._busy += 1
+        wrong: dict[int, str] = {}
+        try:
+            wanted = [entry if entry and entry.nbytes == nbytes else None for entry in found]
+            wrong = self._slab.read(wanted, out)
+        finally:
             with self._lock:
-                found = [entry if (entry := self._found(k)) and entry.nbytes == nbytes else None for k in keys]
-                table, held = self._table, [entry for entry in found if entry]
-                for entry in held:
-                    table.pin(entry)
-                    table.entries.move_to_end(entry.key)
-            wrong: Sequence[str | None] = ["io"] * len(keys)
-            try:
-                wrong = self._slab.read(found, out) if held else ["absent"] * len(keys)
-            finally:
-                self._release(table, held)
-            return self._judge(found, wrong, nbytes)
+                table.unpin(found)
+                self._rest()
+                self._judge(wanted, wrong)
+        if not wrong:
+            return [entry is not None for entry in wanted]
+        return [entry is not None and row not in wrong for row, entry in enumerate(wanted)]
 
-    def _judge(self, found: Sequence[Entry | None], wrong: Sequence[str | None], nbytes: int) -> list[bool]:
+    def _judge(self, entries: Sequence[Entry | None], wrong: Mapping[int, str]) -> None:
         """Count what came of reading entries, and forget those that are damaged."""
-        good = [fault is None for fault in wrong]
-        served = sum(good)
-        with self._lock:
-            self._hits += served
-            self._misses += len(good) - served
-            self._read += served * nbytes
-            if served < len(good):
-                for entry, fault in zip(found, wrong, strict=True):
-                    if entry and fault:
-                        self._faults[fault] += 1
-                        self._table.drop(entry)
-        return good
-
-    def _release(self, table: Table, entries: Iterable[Entry]) -> None:
-        with self._lock:
-            for entry in entries:
-                table.unpin(entry)
+        served = [entry.nbytes for entry in entries if entry]
+        for row, fault in wrong.items():
+            if entry := entries[row]:
+                served.remove(entry.nbytes)
+                self._faults[fault] += 1
+                self._table.drop(entry)
+        self._hits += len(served)
+        self._misses += len(entries) - len(served)
+        self._read += sum(served)
 
     def _found(self, key: Key) -> Entry | None:
-        self._usable()
-        if self.read_only:
-            self._refresh()
-        return self._table.entries.get(key) if key_bytes(key) else None
+        entry = self._begin().entries.get(key)
+        if entry is None:
+            key_bytes(key)  # raises for what is no key
+        return entry
 
     # The rest of the protocol
 
@@ -214,14 +209,13 @@ class DiskStore:
     def pin(self, keys: Iterable[Key]) -> Iterator[list[Key]]:
         """Keep those of ``keys`` that are there, which it gives; others of another process may still replace them."""
         with self._lock:
-            held = [entry for key in keys if (entry := self._found(key))]
-            table = self._table  # read-only stores get a new one when rows have changed
-            for entry in held:
-                table.pin(entry)
+            table = self._begin()  # read-only stores get another one when rows have changed
+            held = table.pin(keys)
         try:
-            yield [entry.key for entry in held]
+            yield [entry.key for entry in held if entry]
         finally:
-            self._release(table, held)
+            with self._lock:
+                table.unpin(held)
 
     def delete(self, keys: Iterable[Key]) -> int:
         """Forget ``keys``; how many were there. Pinned ones are not found any more, and their room follows."""
@@ -236,10 +230,7 @@ class DiskStore:
     def keys(self) -> list[Key]:
         """All keys that can be got, least recently used first."""
         with self._lock:
-            self._usable()
-            if self.read_only:
-                self._refresh()
-            return list(self._table.entries)
+            return list(self._begin().entries)
 
     def __contains__(self, key: Key) -> bool:
         return self.locate(key) is not None
@@ -256,7 +247,7 @@ class DiskStore:
                 (TierStats("disk", self.budget, table.allocator.used, len(table.entries), self._hits),),
                 misses=self._misses,
                 puts=self._puts,
-                pinned=table.pinned,
+                pinned=table.pinned(),
                 evictions={"disk→": table.evicted} if table.evicted else {},
                 moved={"→disk": self._written, "disk→": self._read},
                 faults=dict(self._faults),
@@ -281,7 +272,9 @@ class DiskStore:
             before = self._folder.footprint()
         for entry, fault in self._probe():
             if fault:
-                self._judge([entry], [fault], 0)
+                with self._lock:
+                    self._faults[fault] += 1
+                    self._table.drop(entry)
         self.flush()
         try:
             self._ledger.shrink()
@@ -335,22 +328,16 @@ class DiskStore:
     def _probe(self, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[Entry, str | None]]:
         """Read every payload there is and say what is wrong with it."""
         with self._lock:
-            self._usable()
-            self._refresh()
-            table, entries = self._table, list(self._table.entries.values())
-        for done, entry in enumerate(entries, 1):
-            with self._transfer():
+            keys = list(self._begin().entries)
+        for done, key in enumerate(keys, 1):
+            with self.pin([key]), self._transfer():
                 with self._lock:
-                    if table.entries.get(entry.key) is not entry:
-                        continue
-                    table.pin(entry)
-                try:
-                    (fault,) = self._slab.read([entry], torch.empty(1, entry.nbytes, dtype=torch.uint8))
-                finally:
-                    self._release(table, [entry])
-            yield entry, fault
+                    entry = self._table.entries.get(key)
+                if entry:
+                    wrong = self._slab.read([entry], torch.empty(1, entry.nbytes, dtype=torch.uint8))
+                    yield entry, wrong.get(0)
             if progress:
-                progress(done, len(entries))
+                progress(done, len(keys))
 
     def _restore(self) -> None:
         """Take up what the index has."""
@@ -366,10 +353,15 @@ class DiskStore:
         except OSError as error:
             raise StoreError(f"{self.path}: cannot be cut down to the budget ({error}); allowed: what can") from error
 
+    def _begin(self) -> Table:
+        """The table of a store that is open and, beside a writer, up to date."""
+        self._usable()
+        if self.read_only:
+            self._refresh()
+        return self._table
+
     def _refresh(self) -> None:
-        """Beside a writer: take up what it has committed since."""
-        if not self.read_only:
-            return
+        """Take up what the writer has committed since."""
         try:
             if (version := self._index.version()) == self._version:
                 return
@@ -390,8 +382,12 @@ class DiskStore:
             yield
         finally:
             with self._lock:
-                self._busy -= 1
-                self._idle.notify_all()
+                self._rest()
+
+    def _rest(self) -> None:
+        self._busy -= 1
+        if self._closed and not self._busy:
+            self._idle.notify_all()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

@@ -88,33 +88,31 @@ class Slab:
 
         Raises `StoreFullError` or `StoreError`.
         """
-        rows = _rows(payloads)
-        for entry, row in zip(entries, rows, strict=True):
-            entry.checksum = xxhash.xxh3_128_digest(row, entry.seed)
-        for run in _runs([(entry.at, row) for row, entry in enumerate(entries)], payloads.shape[1]):
-            numbers = [row for _, row in run]
-            buffers = _buffers(numbers, rows, payloads.numpy().data, bytes(ALIGNMENT))
+        rows = Rows(payloads)
+        for row, entry in enumerate(entries):
+            entry.checksum = xxhash.xxh3_128_digest(rows[row], entry.seed)
+        for run in _runs([(entry.at, row, entry) for row, entry in enumerate(entries)]):
+            buffers = rows.buffers(run, bytes(ALIGNMENT))
             try:
                 if _moved(self._files.pwritev, self._file, buffers, run[0][0]) < sum(map(len, buffers)):
                     raise OSError(errno.EIO, "the file takes no more bytes")
             except OSError as error:
                 raise self._refused("write", error) from error
 
-    def read(self, entries: Sequence[Entry | None], out: Tensor) -> list[str | None]:
-        """Read each entry's payload into its row of ``out`` and verify it; None, or what was wrong, by row.
+    def read(self, entries: Sequence[Entry | None], out: Tensor) -> dict[int, str]:
+        """Read each entry's payload into its row of ``out`` and verify it; what was wrong, by row, if anything.
 
-        That is ``"absent"`` for what is no entry, ``"io"``, ``"short read"`` or ``"checksum"``.
+        That is ``"io"``, ``"short read"`` or ``"checksum"``. Rows of no entry stay as they are.
         """
-        rows, whole = _rows(out), out.numpy().data
-        wrong: list[str | None] = ["absent"] * len(entries)
-        runs = list(_runs(sorted((e.at, row) for row, e in enumerate(entries) if e), out.shape[1]))
+        rows = Rows(out)
+        wrong: dict[int, str] = {}
+        runs = list(_runs(sorted([(entry.at, row, entry) for row, entry in enumerate(entries) if entry])))
         for ahead, run in enumerate(runs, 1):
             if ahead < len(runs):
-                self.advise(runs[ahead][0][0], runs[ahead][-1][0] + out.shape[1])
-            self._fill(run, rows, whole, wrong)
-            for _, row in run:
-                entry = entries[row]
-                if entry and not wrong[row] and xxhash.xxh3_128_digest(rows[row], entry.seed) != entry.checksum:
+                self.advise(runs[ahead][0][0], runs[ahead][-1][0] + rows.nbytes)
+            self._fill(run, rows, wrong)
+            for _, row, entry in run:
+                if row not in wrong and xxhash.xxh3_128_digest(rows[row], entry.seed) != entry.checksum:
                     wrong[row] = "checksum"
         return wrong
 
@@ -131,10 +129,9 @@ class Slab:
         """Let go of the file."""
         self._files.close(self._file)
 
-    def _fill(self, run: Run, rows: Sequence[memoryview], whole: memoryview, wrong: list[str | None]) -> None:
+    def _fill(self, run: Run, rows: Rows, wrong: dict[int, str]) -> None:
         """Read a run, and note which rows of it did not come whole."""
-        nbytes = len(rows[run[0][1]])
-        buffers = _buffers([row for _, row in run], rows, whole, bytearray(ALIGNMENT))
+        buffers = rows.buffers(run, bytearray(ALIGNMENT))
         try:
             end = run[0][0] + _moved(self._files.preadv, self._file, buffers, run[0][0])
         except OSError:
@@ -142,10 +139,10 @@ class Slab:
                 wrong[run[0][1]] = "io"
             else:  # one bad block must not cost its neighbours
                 for place in run:
-                    self._fill([place], rows, whole, wrong)
+                    self._fill([place], rows, wrong)
             return
-        for at, row in run:
-            wrong[row] = None if at + nbytes <= end else "short read"
+        if end < run[-1][0] + rows.nbytes:
+            wrong.update((row, "short read") for at, row, _ in run if at + rows.nbytes > end)
 
     def _refused(self, what: str, error: OSError) -> StoreError:
         kind = StoreFullError if error.errno in _FULL else StoreError
@@ -154,42 +151,46 @@ class Slab:
         )
 
 
-Run = list[tuple[int, int]]
-"""Places in the file, one right behind the other, each with the row that belongs there."""
+Run = list[tuple[int, int, Entry]]
+"""Entries whose places are one right behind the other: place, row, entry."""
 
 
-def _runs(places: Run, nbytes: int) -> Iterator[Run]:
-    """Ascending places, cut where one does not begin where the last ended."""
-    size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+class Rows:
+    """The rows of a uint8 tensor ``[rows, nbytes]`` on the CPU, as memory that calls read and write in place."""
+
+    def __init__(self, payloads: Tensor) -> None:
+        self.nbytes = payloads.shape[1]
+        self._array = payloads.numpy()
+        self._flat: memoryview | None = self._array.data.cast("B") if payloads.is_contiguous() else None
+
+    def __getitem__(self, row: int) -> memoryview:
+        if self._flat is None:
+            return memoryview(self._array[row].data)
+        return self._flat[row * self.nbytes : (row + 1) * self.nbytes]
+
+    def buffers(self, run: Run, gap: bytes | bytearray) -> Buffers:
+        """What a run's bytes come from or go to: one buffer where the rows lie as the places do.
+
+        Else it is one for each row and each gap between places; a gap's bytes belong to nobody.
+        """
+        space = memoryview(gap)[: -self.nbytes % ALIGNMENT]
+        first = run[0][1]
+        if self._flat is not None and not space and all(row == first + n for n, (_, row, _) in enumerate(run)):
+            return [self._flat[first * self.nbytes : (first + len(run)) * self.nbytes]]
+        pairs = [(self[row], space) for _, row, _ in run]
+        return [buffer for pair in pairs for buffer in pair if len(buffer)][: -1 if space else None]
+
+
+def _runs(places: Run) -> Iterator[Run]:
+    """Entries of one size, cut where one's place does not begin where the last one's ended."""
+    size = -(-places[0][2].nbytes // ALIGNMENT) * ALIGNMENT if places else 0
     start = 0
-    for index in range(1, len(places) + 1):
-        ended = index == len(places) or places[index][0] != places[index - 1][0] + size
-        if ended or index - start == _MAX_ROWS:
+    for index in range(1, len(places)):
+        if places[index][0] != places[index - 1][0] + size or index - start == _MAX_ROWS:
             yield places[start:index]
             start = index
-
-
-def _rows(payloads: Tensor) -> list[memoryview]:
-    """Every row's bytes, in place."""
-    count, nbytes = payloads.shape
-    if payloads.is_contiguous():
-        whole = payloads.numpy().data.cast("B") if payloads.numel() else memoryview(b"")
-        return [whole[at : at + nbytes] for at in range(0, count * nbytes, nbytes)]
-    return [row.data for row in payloads.numpy()]
-
-
-def _buffers(numbers: list[int], rows: Sequence[memoryview], whole: memoryview, gap: bytes | bytearray) -> Buffers:
-    """What a run's bytes come from or go to: one buffer where rows lie as places do, else a row and a gap each.
-
-    The gaps' bytes belong to nobody.
-    """
-    nbytes = len(rows[numbers[0]])
-    space = -nbytes % ALIGNMENT
-    consecutive = numbers[-1] - numbers[0] == len(numbers) - 1 and numbers == sorted(numbers)
-    if not space and consecutive and whole.c_contiguous:
-        return [whole.cast("B")[numbers[0] * nbytes : (numbers[-1] + 1) * nbytes]]
-    between = memoryview(gap)[:space]
-    return [buffer for row in numbers for buffer in (rows[row], between) if len(buffer)][: None if not space else -1]
+    if places:
+        yield places[start:]
 
 
 def _moved(call: Callable[[int, Buffers, int], int], file: int, buffers: Buffers, at: int) -> int:

@@ -9,7 +9,7 @@ from itertools import chain
 from ..blocks import BlockKey
 from ..errors import StoreError, StoreFullError, shown
 from .allocator import Allocator
-from .base import ALIGNMENT, Key
+from .base import ALIGNMENT, Key, key_bytes
 from .slab import Entry, seed_of
 
 
@@ -25,7 +25,7 @@ class Table:
         self.allocator = Allocator(capacity, ALIGNMENT)
         self.aside: dict[int, Entry] = {}
         self.changed: dict[bytes, Entry | None] = {}
-        self.pinned = self.evicted = self._turn = 0
+        self.evicted = self._turn = 0
         self._sequences: dict[int, dict[BlockKey, None]] = {}
 
     def reserve(self, keys: Sequence[Key], nbytes: int, tag: int, grow: Callable[[int], None]) -> list[Entry]:
@@ -97,17 +97,31 @@ class Table:
         if self.entries.get(entry.key) is entry:
             self.remove(entry.key)
 
-    def pin(self, entry: Entry) -> None:
-        """Have it keep its room."""
-        self.pinned += not entry.pins
-        entry.pins += 1
+    def pin(self, keys: Iterable[Key]) -> list[Entry | None]:
+        """Have what is there keep its room, most recently used from now on."""
+        entries = self.entries
+        found = []
+        for key in keys:
+            entry = entries.get(key)
+            if entry is not None:
+                entry.pins += 1
+                entries.move_to_end(key)
+            else:
+                key_bytes(key)  # raises for what is no key
+            found.append(entry)
+        return found
 
-    def unpin(self, entry: Entry) -> None:
-        """Take back one pin."""
-        entry.pins -= 1
-        self.pinned -= not entry.pins
-        if entry.gone and not entry.pins:
-            self._free_aside(entry)
+    def unpin(self, entries: Iterable[Entry | None]) -> None:
+        """Take back one pin of each."""
+        for entry in entries:
+            if entry is not None:
+                entry.pins -= 1
+                if entry.gone and not entry.pins:
+                    self._free_aside(entry)
+
+    def pinned(self) -> int:
+        """How many payloads have pins."""
+        return sum(entry.pins > 0 for entry in chain(self.entries.values(), self.aside.values()))
 
     def sequence(self, sequence: int) -> list[BlockKey]:
         """The keys of a sequence."""
@@ -159,7 +173,7 @@ class Table:
             self.allocator.claim(entry.at, entry.nbytes)
         raise StoreFullError(
             f"no room for {need} payloads of {nbytes} bytes: {self.allocator.capacity} bytes in all, "
-            f"{self.pinned} payloads pinned; allowed: what fits beside those"
+            f"{self.pinned()} payloads pinned; allowed: what fits beside those"
         )
 
     def _spare(self, leaving: list[Entry], need: int, nbytes: int) -> list[Entry]:

@@ -55,9 +55,8 @@ def _move(entry: Entry, table: Table, slab: Slab, faults: Counter[str]) -> bool:
         table.evicted += 1
         return False
     payload = torch.empty(1, entry.nbytes, dtype=torch.uint8)
-    (fault,) = slab.read([entry], payload)
-    if fault:
-        faults[fault] += 1
+    if wrong := slab.read([entry], payload):
+        faults[wrong[0]] += 1
         table.allocator.free(at, entry.nbytes)
         return False
     entry.at = at
