@@ -4,8 +4,9 @@
     folder/index.db          what is where (SQLite, see index.py, which also says what is not synced and why)
     folder/blocks-0000.slab  the payloads (see slab.py)
 
-A payload is found once it is written. Rows follow in batches, at the latest with `flush` or `close`, so that a killed
-process leaves rows as they were a moment before: a row whose room has other bytes by now fails its checksum.
+A payload is found once it is written. Rows follow in batches within about half a second, and with `flush` and
+`close`, so that a killed process leaves rows as they were a moment before: a row whose room has other bytes by now
+fails its checksum.
 """
 
 from __future__ import annotations
@@ -113,14 +114,12 @@ class DiskStore:
                     self._table.publish(entries)
                     self._puts += len(entries)
                     self._written += payloads.numel()
-                    due = self._ledger.due()
         except BaseException as error:
             self._give_back(entries)
             if isinstance(error, StoreError) and not self._closed:
                 self._count("no space" if isinstance(error, StoreFullError) else "io")
             raise
-        if due:
-            self._ledger.commit()  # where that fails, it is counted and tried again
+        self._index.warn()
 
     def _give_back(self, entries: list[Entry]) -> None:
         with self._lock:
@@ -288,7 +287,9 @@ class DiskStore:
         """Write all rows to the index, so that the payloads of bytes keys outlive the process; syncs nothing."""
         with self._lock:
             self._usable()
-        if not self.read_only and (failed := self._ledger.commit()):
+        failed = None if self.read_only else self._ledger.commit()
+        self._index.warn()
+        if failed:
             raise StoreError(f"{self.path}: rows cannot be written to the index ({failed}); allowed: to try again")
 
     def close(self) -> None:
@@ -300,11 +301,12 @@ class DiskStore:
             while self._busy:
                 self._idle.wait()
         try:
-            failed = None if self.read_only else self._ledger.commit()
+            failed = None if self.read_only else self._ledger.stop()
         finally:
             self._index.close()
             self._slab.close()
             self._folder.close()
+        self._index.warn()
         if failed:
             warnings.warn(f"{self.path}: what was put last is lost ({failed})", KVQuantWarning, stacklevel=2)
 
@@ -397,6 +399,8 @@ class DiskStore:
             if self.read_only:
                 raise StoreError(f"{self.path}: opened with read_only=True; allowed: to get")
             yield
+            if self._table.changed:
+                self._ledger.nudge()
 
     def _usable(self) -> None:
         if self._closed:

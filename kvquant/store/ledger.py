@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-import time
 from collections import Counter
 
 from ..errors import StoreError
@@ -13,26 +12,38 @@ from .slab import Entry
 from .table import Table
 
 ROWS = 1024  # rows that are written at once, if not before, ...
-SECONDS = 0.5  # ... at the first put this long after the last time
+SECONDS = 0.5  # ... this long after the first of them has changed
 
 
 class Ledger:
-    """Writes what has changed in ``table`` to ``index``. ``lock`` is the table's; it is not held while writing."""
+    """Writes what has changed in ``table`` to ``index``, on a thread of its own once there is something.
+
+    ``lock`` is the table's; it is not held while writing. A damaged index is moved aside, for all that is known is in
+    memory; other failures are counted, and tried again.
+    """
 
     def __init__(self, index: Index, table: Table, lock: threading.RLock, faults: Counter[str]) -> None:
         self._index, self._table, self._faults = index, table, faults
         self._lock = lock
         self._own = threading.RLock()  # the index's; taken before the table's, never within it
-        self._last = time.monotonic()
+        self._changed, self._many = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
 
-    def due(self) -> bool:
-        """Whether it is time to commit, if there is something to."""
-        return len(self._table.changed) >= ROWS or time.monotonic() - self._last >= SECONDS
+    def nudge(self) -> None:
+        """Take note that something has changed; the table's lock is held."""
+        if not self._changed.is_set() and self._table.changed:
+            self._changed.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvquant-index", daemon=True)
+                self._thread.start()
+        if len(self._table.changed) >= ROWS:
+            self._many.set()
 
     def commit(self, *, anew: bool = False) -> str | None:
         """Write what has changed, or if ``anew`` all there is in place of what is in the index; why not, if it failed.
 
-        A damaged index is moved aside with a `KVQuantWarning`; everything that is known is in memory.
+        What was put before is written when it returns, whoever wrote it.
         """
         with self._own:
             with self._lock:
@@ -41,7 +52,6 @@ class Ledger:
                     self._table.changed = {key: entry for key, entry in entries if isinstance(key, bytes)}
                 changed, self._table.changed = self._table.changed, {}
                 rows = [row_of(entry) for entry in changed.values() if entry]
-                self._last = time.monotonic()
             try:
                 if changed or anew:
                     self._index.write(rows, [key for key, entry in changed.items() if entry is None], anew=anew)
@@ -54,8 +64,24 @@ class Ledger:
                 if anew or not damaged(error):
                     return str(error)
                 return self._rebuild(error)
-            self._index.warn()
             return None
+
+    def stop(self) -> str | None:
+        """Commit for the last time."""
+        self._stopped = True
+        self._changed.set()
+        self._many.set()
+        if self._thread is not None:
+            self._thread.join()
+        return self.commit()
+
+    def _run(self) -> None:
+        while self._changed.wait() and not self._stopped:
+            self._many.wait(SECONDS)
+            self._many.clear()
+            self._changed.clear()
+            if not self._stopped:  # again: what was cleared may have been the word to stop
+                self.commit()
 
     def check(self) -> list[str]:
         """Where rows and payloads differ, a line each."""
