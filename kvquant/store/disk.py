@@ -16,8 +16,7 @@ import os
 import sqlite3
 import threading
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,8 +24,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..errors import KVQuantWarning, StoreError, StoreFullError, shown
-from .base import ALIGNMENT, Key, StoreStats, TierStats, as_payload, key_bytes
+from ..errors import KVQuantWarning, StoreError, shown
+from .base import ALIGNMENT, Key, StoreStats, as_payload, key_bytes
+from .counts import Counts
 from .files import Files, Folder
 from .index import Index
 from .ledger import Ledger
@@ -52,8 +52,8 @@ class DiskStore:
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
         self._table = Table(budget)
-        self._faults: Counter[str] = Counter()
-        self._hits = self._misses = self._puts = self._read = self._written = self._busy = 0
+        self._counts = Counts()
+        self._busy = 0  # transfers under way
         self._version = -1
         self._closed, self._pid = False, os.getpid()
         with contextlib.ExitStack() as stack:
@@ -63,7 +63,7 @@ class DiskStore:
             stack.callback(self._slab.close)
             self._index = Index(self.path, read_only=read_only, holds=self._slab.size > 0)
             stack.callback(self._index.close)
-            self._ledger = Ledger(self._index, self._table, self._lock, self._faults)
+            self._ledger = Ledger(self._index, self._table, self._lock, self._counts.faults)
             self._restore()
             stack.pop_all()
         watch_forks(self)
@@ -103,7 +103,7 @@ class DiskStore:
         if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag <= 255:
             raise StoreError(f"tag {shown(tag)}; allowed: 0 to 255")
         with self._writing():
-            return self._table.reserve(keys, nbytes, tag, self._slab.grow)
+            return self._table.reserve(keys, nbytes, tag, self._grow)
 
     def _commit(self, entries: list[Entry], payloads: Tensor) -> None:
         """Write what was reserved and let it be found; gives the room back and raises `StoreError` if that fails."""
@@ -112,14 +112,21 @@ class DiskStore:
                 self._slab.write(entries, payloads)
                 with self._writing():
                     self._table.publish(entries)
-                    self._puts += len(entries)
-                    self._written += payloads.numel()
+                    self._counts.puts += len(entries)
+                    self._counts.written += payloads.numel()
         except BaseException as error:
-            self._give_back(entries)
-            if isinstance(error, StoreError) and not self._closed:
-                self._count("no space" if isinstance(error, StoreFullError) else "io")
+            with self._lock:
+                self._table.give_back(entries)
+                self._counts.refused(error)
             raise
         self._index.warn()
+
+    def _grow(self, end: int) -> None:
+        try:
+            self._slab.grow(end)
+        except StoreError as error:
+            self._counts.refused(error)
+            raise
 
     def _give_back(self, entries: list[Entry]) -> None:
         with self._lock:
@@ -132,7 +139,7 @@ class DiskStore:
         with self._lock:
             entry = self._found(key)
             if entry is None:
-                self._misses += 1
+                self._counts.misses += 1
                 return None
             nbytes = entry.nbytes
         out = torch.empty(1, nbytes, dtype=torch.uint8)
@@ -160,22 +167,12 @@ class DiskStore:
             with self._lock:
                 table.unpin(found)
                 self._rest()
-                self._judge(wanted, wrong)
+                self._counts.got(wanted, wrong)
+                for row in wrong:
+                    table.drop(wanted[row])
         if not wrong:
             return [entry is not None for entry in wanted]
         return [entry is not None and row not in wrong for row, entry in enumerate(wanted)]
-
-    def _judge(self, entries: Sequence[Entry | None], wrong: Mapping[int, str]) -> None:
-        """Count what came of reading entries, and forget those that are damaged."""
-        served = [entry.nbytes for entry in entries if entry]
-        for row, fault in wrong.items():
-            if entry := entries[row]:
-                served.remove(entry.nbytes)
-                self._faults[fault] += 1
-                self._table.drop(entry)
-        self._hits += len(served)
-        self._misses += len(entries) - len(served)
-        self._read += sum(served)
 
     def _found(self, key: Key) -> Entry | None:
         entry = self._begin().entries.get(key)
@@ -240,17 +237,7 @@ class DiskStore:
     def stats(self) -> StoreStats:
         """What it holds and has done; ``used`` are bytes of the slab that are taken."""
         with self._lock:
-            self._usable()
-            table = self._table
-            return StoreStats(
-                (TierStats("disk", self.budget, table.allocator.used, len(table.entries), self._hits),),
-                misses=self._misses,
-                puts=self._puts,
-                pinned=table.pinned(),
-                evictions={"disk→": table.evicted} if table.evicted else {},
-                moved={"→disk": self._written, "disk→": self._read},
-                faults=dict(self._faults),
-            )
+            return self._counts.stats(self._begin(), self.budget)
 
     # Upkeep
 
@@ -272,7 +259,7 @@ class DiskStore:
         for entry, fault in self._probe():
             if fault:
                 with self._lock:
-                    self._faults[fault] += 1
+                    self._counts.faults[fault] += 1
                     self._table.drop(entry)
         self.flush()
         try:
@@ -344,9 +331,9 @@ class DiskStore:
     def _restore(self) -> None:
         """Take up what the index has."""
         rows, others = self._index.load()
-        self._faults += restore(self._table, self._slab, rows, move=not self.read_only)
+        self._counts.faults += restore(self._table, self._slab, rows, move=not self.read_only)
         if others:
-            self._faults["row"] += others
+            self._counts.faults["row"] += others
         if self.read_only:
             return
         self._ledger.commit(anew=bool(others))
@@ -372,7 +359,7 @@ class DiskStore:
             restore(self._table, self._slab, self._index.load()[0], move=False)
             self._version = version
         except (OSError, sqlite3.Error):
-            self._faults["index"] += 1
+            self._counts.faults["index"] += 1
 
     @contextlib.contextmanager
     def _transfer(self) -> Iterator[None]:
@@ -406,10 +393,6 @@ class DiskStore:
         if self._closed:
             where = "" if self._pid == os.getpid() else f" in this process; process {self._pid} has it"
             raise StoreError(f"{self.path}: the store is closed{where}; allowed: a store that is open")
-
-    def _count(self, fault: str) -> None:
-        with self._lock:
-            self._faults[fault] += 1
 
 
 _inherited: list[Index] = []  # connections of a parent process: closing them is not a child's business

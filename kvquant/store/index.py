@@ -90,9 +90,10 @@ class Index:
         for name in (NAME, f"{NAME}-wal", f"{NAME}-shm"):
             _refuse_links(folder / name)
         self._moved: str | None = None
+        self._loaded: tuple[list[Row], int] | None = None
         try:
             self._db = self._opened(holds)
-            self._loaded: tuple[list[Row], int] | None = self._load()
+            self._loaded = self._load()
         except (sqlite3.Error, _OtherVersionError) as error:
             if read_only or not damaged(error):
                 raise StoreError(f"{folder / NAME}: {error}; allowed: an index this release can read") from error
@@ -206,7 +207,7 @@ class Index:
             self._db = self._opened()
         except (OSError, sqlite3.Error) as failure:
             raise StoreError(f"{path}: cannot begin a new index ({failure}); allowed: a writable folder") from failure
-        self._loaded = ([], 0)
+        self._loaded = None
         self._moved = f"{path}: the index is damaged or of another release ({error}); moved aside, and begun anew"
 
 

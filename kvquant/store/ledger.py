@@ -76,11 +76,12 @@ class Ledger:
         return self.commit()
 
     def _run(self) -> None:
-        while self._changed.wait() and not self._stopped:
+        while not self._stopped:
+            self._changed.wait()
             self._many.wait(SECONDS)
             self._many.clear()
-            self._changed.clear()
-            if not self._stopped:  # again: what was cleared may have been the word to stop
+            self._changed.clear()  # the word to stop may be what is cleared: it is looked for after
+            if not self._stopped:
                 self.commit()
 
     def check(self) -> list[str]:

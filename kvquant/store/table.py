@@ -92,9 +92,9 @@ class Table:
             self.allocator.free(entry.at, entry.nbytes)
         return True
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: Entry | None) -> None:
         """Forget an entry, unless its key has another by now."""
-        if self.entries.get(entry.key) is entry:
+        if entry and self.entries.get(entry.key) is entry:
             self.remove(entry.key)
 
     def pin(self, keys: Iterable[Key]) -> list[Entry | None]:
