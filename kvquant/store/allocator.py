@@ -43,8 +43,8 @@ class Allocator:
         self._take(start, at, at + size)
         return True
 
-    def free(self, at: int, nbytes: int) -> None:
-        """Give a range back, or a part of one."""
+    def free(self, at: int, nbytes: int) -> tuple[int, int]:
+        """Give a range back, or a part of one; where the free range it is now in begins and ends."""
         end = at + self.size(nbytes)
         self.used -= end - at
         index = bisect_left(self._starts, at)
@@ -54,6 +54,12 @@ class Allocator:
             at = self._starts.pop(index - 1)
         insort(self._starts, at)
         self._ends[at] = end
+        return at, end
+
+    def slots(self, nbytes: int) -> int:
+        """How many ranges of ``nbytes`` there is room for."""
+        size = self.size(nbytes)
+        return sum((end - start) // size for start, end in self._ends.items())
 
     @property
     def largest(self) -> int:
