@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .keys import model_fingerprint
     from .policy import LayerPolicy, PrecisionPolicy, preset_names
     from .store.base import BlockStore
+    from .store.disk import DiskStore
+    from .store.tiered import TieredStore
 
 __version__ = "0.1.0"
 
@@ -42,6 +44,7 @@ _HOME = {
     "Codec": "codecs",
     "CodecError": "errors",
     "CompressedTensor": "blocks",
+    "DiskStore": "store.disk",
     "FormatError": "errors",
     "KVBlock": "blocks",
     "KVQuantCache": "cache.hf",
@@ -52,6 +55,7 @@ _HOME = {
     "PrecisionPolicy": "policy",
     "StoreError": "errors",
     "StoreFullError": "errors",
+    "TieredStore": "store.tiered",
     "UnsupportedError": "errors",
     "disable": "cache.hooks",
     "enable": "cache.hooks",
@@ -68,6 +72,7 @@ __all__ = [
     "Codec",
     "CodecError",
     "CompressedTensor",
+    "DiskStore",
     "FormatError",
     "KVBlock",
     "KVQuantCache",
@@ -78,6 +83,7 @@ __all__ = [
     "PrecisionPolicy",
     "StoreError",
     "StoreFullError",
+    "TieredStore",
     "UnsupportedError",
     "disable",
     "enable",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvquant.arena import SlotPool
 from kvquant.cache.calls import Calls
-from kvquant.cache.layer import History, Layer
+from kvquant.cache.layer import History, Layer, decoded
 from kvquant.cache.resident import Resident
 from kvquant.cache.rows import Rows
 from kvquant.codecs import Affine, Raw, get_codec
@@ -242,7 +242,7 @@ def fill(codec, chunks, heads=2, rows=2, sinks=4, offset=None):
     generator = torch.Generator().manual_seed(0)
     for count in chunks:
         fresh = (torch.randn(rows, heads, count, 24, generator=generator) * 3).bfloat16()
-        dense = layer.append(fresh, fresh, calls.take(0, rows, count))[0].dense()
+        dense = decoded(layer.append(fresh, fresh, calls.take(0, rows, count))[0])[0]
     return layer, table, dense
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvquant.arena import Arena, SlotPool
 from kvquant.cache.calls import Calls
-from kvquant.cache.layer import History, Layer
+from kvquant.cache.layer import History, Layer, decoded
 from kvquant.cache.resident import Resident
 from kvquant.cache.rows import Rows
 from kvquant.codecs import Affine, Raw
@@ -43,7 +43,7 @@ class One:
 
     def append(self, fresh, call):
         keys, values = self.layer.append(fresh, fresh, call)
-        assert torch.equal(values.dense()[:, :, call.past :], fresh)
+        assert torch.equal(decoded(values)[0][:, :, call.past :], fresh)
         return keys
 
     def dense(self, call):
@@ -125,7 +125,7 @@ class HistoryMachine(RuleBasedStateMachine):
             given = fresh
             if history.offset:
                 given = fresh + self.offsets(past, past + count)
-            dense = history.append(given, self.calls.take(layer, batch, count)).dense()
+            (dense,) = decoded(history.append(given, self.calls.take(layer, batch, count)))
             assert torch.equal(dense[:, :, past:], given)  # attended at model precision in its own call
             self.check_dense(history, dense[:, :, :past])
         for index, sequence in enumerate(self.sequences):
@@ -332,7 +332,7 @@ def test_any_count_of_tokens_in_any_strides(tokens):
         for fresh in (view, view.clone(memory_format=torch.contiguous_format)):
             rows = Rows(SlotPool(), BLOCK, RECENT)
             history = One(Affine(4, "channel", 8), rows.pool, BLOCK, SINKS)
-            dense = history.append(fresh, Calls(rows).take(0, 2, tokens)).dense()
+            (dense,) = decoded(history.append(fresh, Calls(rows).take(0, 2, tokens)))
             assert dense.shape == (2, HEADS, tokens, DIM), name
             held.append(history.dense(rows.view()))
         assert torch.equal(*held), name
@@ -380,6 +380,6 @@ def test_sinks_set_aside_are_still_seen_by_the_call_that_seals_them(heads):
     calls, history = Calls(rows), One(Affine(4, "channel", 8), rows.pool, BLOCK, SINKS)
     x = torch.randn(1, heads, 5 + 40, DIM)
     history.append(x[:, :, :5], calls.take(0, 1, 5))
-    seen = history.append(x[:, :, 5:], calls.take(0, 1, 40)).dense()
+    (seen,) = decoded(history.append(x[:, :, 5:], calls.take(0, 1, 40)))
     assert rows.rows[0].sealed
     assert torch.equal(seen, x)

@@ -25,7 +25,7 @@ from ..keys import Identity, content_keys
 from ..policy import PrecisionPolicy, ResolvedLayer, ResolvedPolicy
 from ..store.tiered import TieredStore
 from .calls import Calls
-from .layer import History, Layer
+from .layer import History, Layer, decoded
 from .offload import Offload, Shared
 from .resident import Resident
 from .rows import Rows
@@ -80,7 +80,8 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         keys, values = self.held.append(key_states, value_states, call)
         if self.segments is not None and self.calls.streamed and call.past:
             return HeldStates(keys, self.segments), HeldStates(values, self.segments)
-        return keys.dense(), values.dense()
+        dense = decoded(keys, values)
+        return dense[0], dense[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns attended by a call of ``query_length``, 0)."""

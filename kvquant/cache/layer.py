@@ -234,7 +234,7 @@ class Layer:
         """All columns of a side as a call that adds none would attend to them."""
         tails = tuple(tail.tokens for tail in self.sides[which].tails)
         nothing = torch.stack([tail[:, :0] for tail in tails])
-        return Held(self, which, nothing, call, tails).dense()
+        return decoded(Held(self, which, nothing, call, tails))[0]
 
     def block(self, call: Call, row: int) -> tuple[CompressedTensor, CompressedTensor]:
         """A copy of what is stored of a row's history in ``call``, which is one block."""
@@ -313,28 +313,37 @@ class Held:
     call: Call
     tails: tuple[Tensor, ...]
 
-    def dense(self) -> Tensor:
-        """All columns, the new ones as given; padding columns of earlier calls are zeros."""
-        fresh, call = self.fresh, self.call
-        if not call.past:
-            return fresh.contiguous()
-        started = time.perf_counter()
-        side = self.layer.sides[self.which]
-        rows, heads, new, dim = fresh.shape
-        with _no_autocast(fresh.device):
-            dense = fresh.new_empty(rows, heads, call.past + new, dim)
-            with torch.no_grad():
-                tokens = [dense[index, :, row.start : call.past] for index, row in enumerate(call.rows)]
-                for portion in self.layer.blocks.read(call).each:
-                    for spans, row, out in zip(portion, call.rows, tokens, strict=True):
+    @property
+    def side(self) -> History:
+        """Whose columns these are."""
+        return self.layer.sides[self.which]
+
+
+def decoded(*held: Held) -> list[Tensor]:
+    """All columns of what was held in one call, new ones as given; padding columns of earlier calls are zeros."""
+    fresh, call = held[0].fresh, held[0].call
+    if not call.past:
+        return [one.fresh.contiguous() for one in held]
+    started = time.perf_counter()
+    rows, _, new, _ = fresh.shape
+    layer = held[0].layer
+    with _no_autocast(fresh.device):
+        columns = call.past + new
+        dense = [one.fresh.new_empty(rows, one.fresh.shape[1], columns, one.fresh.shape[3]) for one in held]
+        with torch.no_grad():
+            for portion in layer.blocks.read(call).each:
+                for index, (spans, row) in enumerate(zip(portion, call.rows, strict=True)):
+                    for one, out in zip(held, dense, strict=True):
                         for span in spans:
-                            side.decode(span, self.which, row, out)
+                            one.side.decode(span, one.which, row, out[index, :, row.start : call.past])
+            for one, out in zip(held, dense, strict=True):
                 for index, row in enumerate(call.rows):
-                    dense[index, :, : row.start] = 0
-                    tokens[index][:, row.sealed :] = self.tails[index][:, : row.tail]
-            dense[:, :, call.past :] = fresh
-        side.decode_seconds += time.perf_counter() - started
-        return dense
+                    out[index, :, : row.start] = 0
+                    out[index, :, row.start + row.sealed : call.past] = one.tails[index][:, : row.tail]
+        for one, out in zip(held, dense, strict=True):
+            out[:, :, call.past :] = one.fresh
+    layer.key.decode_seconds += time.perf_counter() - started
+    return dense
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ from ..errors import KVQuantWarning
 from ..kernels import Dense, Memo, Sealed, Segment, decoding_pays
 from ..keybias import BiasScores, KeyBias
 from .blocks import Side, Span
-from .layer import Held, History, Layer
+from .layer import Held, History, Layer, decoded
 from .rows import Call, RowCall
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -129,7 +129,7 @@ class HeldStates(Tensor):
     def decode(self, why: str) -> Tensor:
         """All columns, which is counted; see `Watch.decoded`."""
         self.segments.watch.decoded(why)
-        return self.held.dense()
+        return decoded(self.held)[0]
 
 
 def attend(plain: Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
@@ -141,7 +141,7 @@ def attend(plain: Attention, module: Any, query: Tensor, key: Tensor, value: Ten
     segments = key.segments
     if segments.bias and decoding_pays(query.shape[1] // key.shape[1] * query.shape[2]):
         # What biases add to the scores of so many queries takes more memory than keys do.
-        return plain(module, query, key.held.dense(), value.held.dense(), mask, **given)
+        return plain(module, query, *decoded(key.held, value.held), mask, **given)
     several, read = segments.layer.blocks.read(key.held.call)
     output = attend_in_portions(
         query,

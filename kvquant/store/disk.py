@@ -201,6 +201,12 @@ class DiskStore:
             for at, end in places:
                 self._slab.advise(at, end)
 
+    def is_warm(self, key: Key) -> bool:
+        """Whether the system has read a payload's last byte already, or can't tell."""
+        with self._lock:
+            entry = self._found(key)
+            return entry is None or self._slab.is_warm(entry.at + entry.nbytes - 1)
+
     @contextlib.contextmanager
     def pin(self, keys: Iterable[Key]) -> Iterator[list[Key]]:
         """Keep those of ``keys`` that are there, which it gives; others of another process may still replace them."""

@@ -36,6 +36,15 @@ class Files:
         """Fill ``buffers`` in turn; how many bytes came, 0 at the end of the file."""
         return os.preadv(file, buffers, at)
 
+    def is_cached(self, file: int, at: int) -> bool:
+        """Whether the system has the byte at a place in memory; also where it can't tell."""
+        try:
+            return os.preadv(file, [bytearray(1)], at, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+        except (AttributeError, OSError):
+            return True
+
     def pwritev(self, file: int, buffers: Buffers, at: int) -> int:
         """Write ``buffers`` one behind the other; how many bytes went."""
         return os.pwritev(file, buffers, at)

@@ -121,6 +121,10 @@ class Slab:
         with contextlib.suppress(OSError):
             self._files.advise(self._file, at, end - at)
 
+    def is_warm(self, at: int) -> bool:
+        """Whether the byte at a place has been read already."""
+        return self._files.is_cached(self._file, at)
+
     def refresh(self) -> None:
         """Take note of what another process made of its size."""
         self.size = self._files.size(self._file)

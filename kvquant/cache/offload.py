@@ -1,0 +1,315 @@
+"""Blocks that lie in a store: on the device while there is room, below it else, and read through staging buffers.
+
+    when: evict   sealed blocks stay as they were while the device has room; then those needed last are encoded
+    when: seal    blocks are encoded at once
+
+A block is encoded once, from what it was, whenever that is; and what is encoded never returns to what it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..arena import SlotPool
+from ..codecs import Codec, Fields, Raw
+from ..errors import StoreFullError
+from ..kernels import encode
+from ..records import Record, copy_fields
+from ..store.placement import SHRINKABLE
+from ..store.residency import DEVICE
+from ..store.stream import Run, Stream
+from ..store.tiered import Reserved, TieredStore
+from .blocks import Cut, Portions, Side, Span
+from .layer import History, Layer
+from .rows import Call, Piece
+
+_sequences = itertools.count()
+_RAW: tuple[Codec, Codec] = (Raw(), Raw())
+_ENCODED = 1  # the tag of encoded payloads; plus 1 where the keys' fields had to be widened, plus 2 where the values'
+
+
+@dataclass
+class _Exact:
+    """A block that is not encoded yet: the positions of its tokens, and how many are kept raw of either side."""
+
+    positions: Tensor
+    sinks: tuple[int, int]
+
+
+@dataclass(eq=False)
+class Shared:
+    """What caches have in common that share blocks: they are one sequence of the store."""
+
+    store: TieredStore
+    pool: SlotPool
+    layers: tuple[int, ...]
+    exact: bool  # whether blocks stay as they were while there is room
+    sequence: int = field(default_factory=lambda: next(_sequences))
+    waiting: dict[int, _Exact] = field(default_factory=dict)  # by slot
+    sides: dict[int, tuple[History, History]] = field(default_factory=dict)  # by layer; these hold no tokens
+    records: dict[int, dict[int, Record]] = field(default_factory=dict)  # by layer and tag
+
+    def shrink(self, layer: int, slots: Sequence[int], payloads: Tensor) -> tuple[Tensor, int]:
+        """Encode blocks that were kept as they were; see `kvquant.store.placement.Shrink`."""
+        exact = self.records[layer][SHRINKABLE].views(payloads)
+        encoded = []
+        for which, (side, fields) in enumerate(zip(self.sides[layer], exact, strict=True)):
+            (blocks,) = fields.values()
+            prepared = [
+                side.prepared(blocks[index : index + 1], self.waiting[slot].positions, self.waiting[slot].sinks[which])
+                for index, slot in enumerate(slots)
+            ]
+            encoded.append(encode(side.codec, torch.cat(prepared)))
+        tag, record = self.record(layer, encoded)
+        smaller = payloads.new_empty(len(slots), record.nbytes)
+        for source, to in zip(encoded, record.views(smaller), strict=True):
+            copy_fields(source, to)
+        return smaller, tag
+
+    def record(self, layer: int, encoded: Sequence[Fields]) -> tuple[int, Record]:
+        """The tag and the record that hold what was encoded."""
+        record, tag = self.records[layer][_ENCODED], _ENCODED
+        for which, fields in enumerate(encoded):
+            if (wider := record.widened(which, fields)) is not record:
+                record, tag = wider, tag + 1 + which
+        self.records[layer].setdefault(tag, record)
+        return tag, record
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Forget blocks that nobody refers to any more."""
+        for slot in slots:
+            self.waiting.pop(slot, None)
+        self.store.drop_blocks(self.sequence, self.layers, slots)
+
+
+class Offload:
+    """How one cache reads its blocks from a store."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.stream: Stream = shared.store.stream(
+            shared.sequence, shared.layers, shared.shrink if shared.exact else None
+        )
+        self._call: Call | None = None
+        self._table: tuple[int, ...] = ()
+        self._rows: list[tuple[tuple[Piece, ...], list[Piece], list[int]]] = []
+        weakref.finalize(self, shared.store.retire, self.stream).atexit = False
+
+    def blocks(self, index: int, layer: Layer) -> Offloaded:
+        """Those of a layer."""
+        return Offloaded(self, index, layer)
+
+    def fork(self) -> Offload:
+        """The same for a copy of the cache."""
+        return Offload(self.shared)
+
+    def table(self, call: Call) -> tuple[int, ...]:
+        """Begin a pass, if ``call`` is another than before: the slots that it reads, each once."""
+        if call is not self._call:
+            self._call = call
+            histories = [row.history for row in call.rows]
+            if len(histories) != len(self._rows) or any(
+                known[0] is not history for known, history in zip(self._rows, histories, strict=True)
+            ):
+                self._look_up(histories)
+            self.stream.begin(self._table)
+        return self._table
+
+    def pieces(self, row: int) -> Iterator[tuple[int, Piece]]:
+        """The blocks of a row in order, each as a piece of one slot, and its number in the table."""
+        _, pieces, numbers = self._rows[row]
+        yield from zip(numbers, pieces, strict=True)
+
+    def _look_up(self, histories: Sequence[tuple[Piece, ...]]) -> None:
+        numbers: dict[int, int] = {}  # by slot
+        self._rows = []
+        block = next((side.block_tokens for sides in self.shared.sides.values() for side in sides), 0)
+        for history in histories:
+            pieces, own = [], []
+            for piece in history:
+                slot = self.shared.pool.slot(piece.run)
+                for index in range(len(piece.run)):
+                    first = piece.first if not index else piece.first - piece.offset + index * block
+                    stop = min(piece.stop, piece.first - piece.offset + (index + 1) * block)
+                    pieces.append(Piece(piece.run, first, stop, piece.offset if not index else 0))
+                    own.append(numbers.setdefault(slot + index, len(numbers)))
+            self._rows.append((history, pieces, own))
+        self._table = tuple(numbers)
+
+    @property
+    def rows(self) -> object:
+        """Another whenever the rows' blocks are others."""
+        return self._rows
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """By number in the table."""
+        return self._table
+
+
+class Offloaded:
+    """The blocks of one layer; see `Blocks`."""
+
+    def __init__(self, offload: Offload, index: int, layer: Layer) -> None:
+        self._offload, self._index, self._layer = offload, index, layer
+        self._shared = offload.shared
+
+    def seal(self, call: Call, cuts: Sequence[Cut]) -> None:
+        """Give blocks to the store, as many at once as a staging buffer holds."""
+        self._offload.table(call)
+        self._prepare(cuts[0])
+        for cut in cuts:
+            step = max(1, self._shared.store.ring.nbytes // self._records[SHRINKABLE].nbytes)
+            for first in range(0, len(cut.slots), step):
+                self._seal(_part(cut, first, first + step, self._layer.key.block_tokens))
+
+    def read(self, call: Call) -> Portions:
+        """What lies on the device, and then the rest as it is fetched; codes and blocks as they were apart."""
+        reading = self._offload.stream.read(self._index, self._offload.table(call))
+        return Portions(reading.parts > 1 or len(reading.tags) > 1, self._portions(call, reading.runs()))
+
+    def nbytes(self) -> int:
+        """See `Blocks`."""
+        counted = {
+            tag: record.counted(_RAW if tag == SHRINKABLE else self._codecs) for tag, record in self._records.items()
+        }
+        placed = self._shared.store.placed(self._shared.sequence, self._index, DEVICE)
+        return sum(counted[tag] * count for tag, count in placed.items())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The device's memory is the store's."""
+        return iter(())
+
+    def clear(self) -> None:
+        """See `Blocks`; the pool has told the store already."""
+        if not self._shared.pool.live:
+            self._layer.record = None  # what comes next may have other shapes
+            self._shared.records.pop(self._index, None)
+
+    def fork(self, layer: Layer) -> Offloaded:
+        """For a copy of the layer within the same cache; see `Offload.fork`."""
+        return Offloaded(self._offload, self._index, layer)
+
+    @property
+    def _codecs(self) -> tuple[Codec, Codec]:
+        return self._layer.key.codec, self._layer.value.codec
+
+    @property
+    def _records(self) -> dict[int, Record]:
+        return self._shared.records.get(self._index, {})
+
+    def _prepare(self, cut: Cut) -> None:
+        if self._index in self._shared.records:
+            return
+        exact = [
+            Raw().layout(blocks.shape[1], blocks.shape[2], blocks.shape[3], blocks.dtype) for blocks in cut.blocks
+        ]
+        assert self._layer.record is not None
+        self._shared.records[self._index] = {SHRINKABLE: Record.of(*exact), _ENCODED: self._layer.record}
+        key, value = (side.empty() for side in self._layer.sides)
+        self._shared.sides[self._index] = key, value
+        self._shared.store.must_hold(self._records[_ENCODED].nbytes)
+
+    def _seal(self, cut: Cut) -> None:
+        stream, nbytes = self._offload.stream, self._records[SHRINKABLE].nbytes
+        exact = self._shared.exact and not all(codec.lossless for codec in self._codecs)
+        room = stream.reserve(self._index, cut.slots, nbytes, SHRINKABLE, spare=True) if exact else None
+        if room is not None:
+            with room:
+                for fields, blocks in zip(self._records[SHRINKABLE].views(room.payloads), cut.blocks, strict=True):
+                    (place,) = fields.values()
+                    place.copy_(blocks)
+                self._wait(cut)
+                room.commit()
+            return
+        tag, record = _ENCODED, self._records[_ENCODED]
+        encoders = self._layer.encoders([cut])
+        with self._room(cut, record, tag) as room:
+            places = record.views(room.payloads)
+            encoded = [encoder(place) for encoder, place in zip(encoders, places, strict=True)]
+            tag, wider = self._shared.record(self._index, encoded)
+            if wider is record:
+                self._write(encoded, places)
+                room.commit()
+                return
+        with self._room(cut, wider, tag) as room:
+            self._write(encoded, wider.views(room.payloads))
+            room.commit()
+
+    def _room(self, cut: Cut, record: Record, tag: int) -> Reserved:
+        room = self._offload.stream.reserve(self._index, cut.slots, record.nbytes, tag)
+        if room is None:
+            raise StoreFullError(
+                f"the store has no room for {len(cut.slots)} more blocks of layer {self._index} "
+                f"({record.nbytes} bytes each): {self._shared.store.in_words()}"
+            )
+        return room
+
+    @staticmethod
+    def _write(encoded: Iterable[Fields], places: Iterable[Fields]) -> None:
+        for source, to in zip(encoded, places, strict=True):
+            if source is not to:
+                copy_fields(source, to)
+
+    def _wait(self, cut: Cut) -> None:
+        """Remember what it takes to encode blocks later."""
+        tokens = self._layer.key.block_tokens
+        for index, slot in enumerate(cut.slots):
+            positions = cut.positions[index * tokens : (index + 1) * tokens]
+            self._shared.waiting[slot] = _Exact(positions, (0, 0) if index else cut.sinks)
+
+    def _portions(self, call: Call, portions: Iterable[Sequence[Run]]) -> Iterator[Sequence[Sequence[Span]]]:
+        for runs in portions:
+            kinds = [[run for run in runs if (run.tag == SHRINKABLE) is exact] for exact in (False, True)]
+            for some in [kind for kind in kinds if kind] or [[]]:
+                yield [[span for run in some for span in self._spans(index, run)] for index in range(len(call.rows))]
+
+    def _spans(self, row: int, run: Run) -> list[Span]:
+        """What a row has of a run, in as few spans as it may."""
+        made = run.memo.get("rows")
+        if made is None or made[0] is not self._offload.rows:
+            made = run.memo["rows"] = self._offload.rows, {}
+        spans: dict[int, list[Span]] = made[1]
+        if row not in spans:
+            spans[row] = list(self._find_spans(row, run))
+        return spans[row]
+
+    def _find_spans(self, row: int, run: Run) -> Iterator[Span]:
+        group: list[tuple[int, Piece]] = []
+        last = run.first + len(run.payloads)
+        block = self._layer.key.block_tokens
+        for number, piece in self._offload.pieces(row):
+            follows = group and number == group[-1][0] + 1 and piece.first == group[-1][1].stop
+            whole = group and piece.first % block == 0 and not piece.offset
+            if group and not (follows and whole and run.first <= number < last):
+                yield self._span(run, group)
+                group = []
+            if run.first <= number < last:
+                group.append((number, piece))
+        if group:
+            yield self._span(run, group)
+
+    def _span(self, run: Run, group: Sequence[tuple[int, Piece]]) -> Span:
+        number, piece = group[0]
+        fields = self._records[run.tag].views(run.payloads[number - run.first :][: len(group)])
+        slot = self._offload.slots[number]
+        if run.tag == SHRINKABLE:
+            key, value = (Side(codec, found, None) for codec, found in zip(_RAW, fields, strict=True))
+        else:
+            key, value = (
+                side.side(found, slot, piece.first) for side, found in zip(self._layer.sides, fields, strict=True)
+            )
+        return Span(piece.first, group[-1][1].stop, piece.offset, (key, value))
+
+
+def _part(cut: Cut, first: int, stop: int, tokens: int) -> Cut:
+    """Some blocks of a cut."""
+    key, value = (blocks[first:stop] for blocks in cut.blocks)
+    positions = cut.positions[first * tokens : stop * tokens]
+    return Cut(cut.slots[first:stop], (key, value), positions, (0, 0) if first else cut.sinks)

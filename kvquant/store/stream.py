@@ -1,0 +1,421 @@
+"""Reading a sequence layer after layer, each while what comes after it is fetched.
+
+    visit order   0 1 2 … N−1 0 1 …          (wraps to the next token)
+    layer k       what lies on the device, where it lies; the rest in parts of at most a staging buffer each
+    ahead         parts of the layers that follow are loaded into buffers as these become free
+
+So what is read takes the device's budget and the ring of staging buffers, however long the history is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from ..blocks import BlockKey
+from ..errors import StoreError
+from .base import ALIGNMENT, Key
+from .placement import Level, Shrink
+from .residency import DEVICE, HOST, Entry, Shelf, Turn
+from .transfer import Buffer, Load, copy_bytes
+
+if TYPE_CHECKING:
+    from .tiered import Reserved, TieredStore
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Blocks of the table from number ``first`` on, whose ``payloads`` uint8 ``[n, nbytes]`` lie side by side.
+
+    ``memo`` is for whoever reads it; the next pass may bring the same run again.
+    """
+
+    first: int
+    payloads: Tensor
+    tag: int
+    memo: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Part:
+    """Payloads of one size that are fetched together, and their numbers in the table."""
+
+    numbers: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    sources: _Sources | None = None
+    runs: dict[int, list[Run]] = field(default_factory=dict)  # by buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Of a payload."""
+        return self.entries[0].nbytes
+
+    @cached_property
+    def keys(self) -> list[Key]:
+        """Of its payloads."""
+        return [entry.key for entry in self.entries]
+
+    def of(self, buffer: Buffer) -> list[Run]:
+        """What a buffer that was loaded holds."""
+        if id(buffer) not in self.runs:
+            rows = buffer.device[: len(self.entries) * self.nbytes].view(-1, self.nbytes)
+            found = []
+            for first, last in _stretches(self.numbers, 1):
+                found.append(Run(self.numbers[first], rows[first:last], self.entries[0].tag))
+            self.runs[id(buffer)] = found
+        return self.runs[id(buffer)]
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """Where a part lies: ``copies`` of ``first ≤ i < last`` from a place on the host, ``reads`` of such from disk."""
+
+    version: int
+    copies: list[tuple[int, int, int]]
+    reads: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, part: Part, version: int) -> _Sources:
+        """``version``: the shelf's."""
+        found = cls(version, [], [])
+        places = [entry.places[HOST] for entry in part.entries]
+        for first, last in _stretches(places, part.nbytes):
+            if (place := places[first]) is not None:
+                found.copies.append((place, first, last))
+            elif found.reads and found.reads[-1][1] == first:
+                found.reads[-1] = found.reads[-1][0], last
+            else:
+                found.reads.append((first, last))
+        return found
+
+    @property
+    def on_host(self) -> int:
+        """How many payloads are copied."""
+        return sum(last - first for _, first, last in self.copies)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a layer is read, as long as nothing there moves: what lies on the device, and what has to be fetched."""
+
+    table: tuple[int, ...]
+    shelf: Shelf
+    version: int
+    resident: list[Run]
+    parts: list[Part]
+
+    @classmethod
+    def of(cls, shelf: Shelf, table: tuple[int, ...], level: Level | None, room: int) -> Plan:
+        """``level``: the device's; ``room``: bytes of a staging buffer."""
+        lost = sum(block not in shelf.entries for block in table)
+        if lost:
+            raise StoreError(
+                f"{lost} of {len(table)} blocks of layer {shelf.layer} are lost: reset() the cache and feed it again"
+            )
+        entries = [shelf.entries[block] for block in table]
+        resident: list[Run] = []
+        numbers = [number for number, entry in enumerate(entries) if entry.places[DEVICE] is not None]
+        for group in _alike(numbers, entries):
+            assert level is not None
+            nbytes, tag = entries[group[0]].nbytes, entries[group[0]].tag
+            places = [place for number in group if (place := entries[number].places[DEVICE]) is not None]
+            size = level.pool.ranges.size(nbytes)
+            for first, last in _stretches(list(zip(group, places, strict=True)), (1, size)):
+                resident.append(Run(group[first], level.pool.view(places[first], last - first, nbytes), tag))
+        parts = []
+        numbers = [number for number, entry in enumerate(entries) if entry.places[DEVICE] is None]
+        for group in _alike(numbers, entries):
+            step = max(1, room // entries[group[0]].nbytes)
+            for first in range(0, len(group), step):
+                some = tuple(group[first : first + step])
+                parts.append(Part(some, tuple(entries[number] for number in some)))
+        return cls(table, shelf, shelf.version, resident, parts)
+
+
+class _Ahead(NamedTuple):
+    """A load that was scheduled: of which visit, and which part of it."""
+
+    visit: int
+    number: int
+    plan: Plan
+    load: Load | None  # None where the system alone was told
+
+    def serves(self, visit: int, number: int, plan: Plan) -> bool:
+        """Whether it holds a part of a plan; what lies elsewhere by now holds the same bytes."""
+        own, part = self.plan.parts[self.number], plan.parts[number]
+        return self.visit == visit and (own is part or own.entries == part.entries)
+
+
+class Stream:
+    """A sequence whose ``layers`` are read in turn; the store drops nothing of it until `close`."""
+
+    def __init__(self, store: TieredStore, sequence: int, layers: Sequence[int], shrink: Shrink | None = None) -> None:
+        """``shrink``: what makes payloads tagged `SHRINKABLE` smaller, once the device is full."""
+        self.store = store
+        self.sequence = sequence
+        self.layers = tuple(layers)
+        self._table: tuple[int, ...] = ()  # of the pass
+        self._plans: dict[int, Plan] = {}
+        self._first = 0  # the visit that began the pass
+        self._ahead: deque[_Ahead] = deque()  # in the order of visits
+        self._next = (0, 0)  # the visit, and the part of it, that is scheduled next
+        turn = Turn({layer: place for place, layer in enumerate(layers)})
+        self.turn = store.placement.clock.turns.setdefault(sequence, turn)
+        if shrink is not None:
+            store.placement.shrinkers[sequence] = shrink
+        store.streams.append(self)
+
+    def begin(self, blocks: tuple[int, ...]) -> None:
+        """A pass begins that reads ``blocks`` of every layer, in this order; fetching starts."""
+        with self.store.lock:
+            self.store.placement.clock.begin(self.sequence)
+            self._first += len(self.layers)
+            self._table = blocks
+            self._fetch_ahead(self._first)
+
+    def reserve(
+        self, layer: int, blocks: Sequence[int], nbytes: int, tag: int, spare: bool = False
+    ) -> Reserved | None:
+        """See `TieredStore.try_reserve`; ``nbytes`` is a multiple of `ALIGNMENT`."""
+        if nbytes % ALIGNMENT:
+            raise StoreError(f"payloads of {nbytes} bytes; allowed: multiples of {ALIGNMENT}")
+        with self.store.lock:
+            self.turn.position = self.turn.places[layer]
+            if nbytes > self.store.ring.nbytes:
+                self._make_room_in_buffers(nbytes)
+            keys = [BlockKey(self.sequence, layer, block) for block in blocks]
+            return self.store.try_reserve(keys, nbytes, tag, spare)
+
+    def read(self, layer: int, blocks: tuple[int, ...]) -> Reading:
+        """``blocks`` of a layer, which are those of the pass. Raises `StoreError` where one is lost."""
+        with self.store.lock:
+            place = self.layers.index(layer)
+            return Reading(self, place, self._first + place, self._plan(place, blocks))
+
+    def close(self) -> None:
+        """Read no more. What the sequence has is forgotten with its last stream."""
+        with self.store.lock:
+            while self._ahead:
+                self.drop_last()
+            self.store.streams.remove(self)
+            if not any(stream.sequence == self.sequence for stream in self.store.streams):
+                self.store.placement.end(self.sequence)
+
+    def drop_last(self) -> bool:
+        """Give up the load that is needed last, if there is any; it will be scheduled again."""
+        if not self._ahead:
+            return False
+        last = self._ahead.pop()
+        self._next = last.visit, last.number
+        self._discard(last)
+        return True
+
+    def obtain(self, visit: int, number: int, plan: Plan) -> Load:
+        """The load of a part, done."""
+        with self.store.lock:
+            while self._ahead and self._ahead[0].visit <= visit and not self._ahead[0].serves(visit, number, plan):
+                self._discard(self._ahead.popleft())
+            load = None
+            if self._ahead and self._ahead[0].visit == visit:
+                load = self._ahead.popleft().load
+            self._next = max(self._next, (visit, number + 1))
+            if self._pays(plan, number):
+                there = self._is_warm(plan.parts[number]) if load is None else load.done
+                self.store.counts["prefetch_hits" if there else "prefetch_late"] += 1
+            if load is None:
+                load = self._load(plan, number, self.store.take_buffer(self))
+        try:
+            self.store.stall_seconds += load.wait()
+        except BaseException:
+            self.release(visit, plan, number, load)
+            raise
+        return load
+
+    def release(self, visit: int, plan: Plan, number: int, load: Load) -> None:
+        """A part has been read: its buffer is free, and what comes next is fetched."""
+        with self.store.lock:
+            self.store.lane.release(load.buffer)
+            plan.shelf.readers[HOST] -= 1
+            self.store.ring.give_back(load.buffer)
+            self.store.placement.sweep()
+            self._fetch_ahead(visit)
+            self.store.changed.notify_all()
+
+    def _plan(self, place: int, table: tuple[int, ...]) -> Plan:
+        shelf = self.store.placement.shelf(BlockKey(self.sequence, self.layers[place], 0))
+        plan = self._plans.get(place)
+        if plan is None or plan.shelf is not shelf or plan.table is not table or plan.version != shelf.version:
+            level = self.store.placement.levels[DEVICE]
+            plan = self._plans[place] = Plan.of(shelf, table, level, self.store.ring.nbytes)
+        return plan
+
+    def _fetch_ahead(self, visit: int) -> None:
+        """Have what comes from ``visit`` on fetched, for a whole round at most, into buffers that are free.
+
+        Where no copying engine would do that besides, the system is told to read what is on disk into its own cache: a
+        thread that copies costs a CPU that computes more than it hides.
+        """
+        loads = []
+        place, number = max(self._next, (visit, 0))
+        while place < visit + len(self.layers):
+            plan = self._plan(place % len(self.layers), self._table)
+            if number >= len(plan.parts):
+                place, number = place + 1, 0
+                continue
+            if not self._pays(plan, number):
+                number += 1
+                continue
+            load = None
+            if self.store.lane.overlaps:
+                buffer = self.store.ring.take(leave=1)  # for what is not fetched ahead
+                if buffer is None:
+                    break
+                load = self._load(plan, number, buffer)
+                loads.append(load)
+            elif len(self._ahead) == self.store.ring.count - 1:
+                break
+            elif self.store.placement.disk is not None:
+                self.store.placement.disk.prefetch(plan.parts[number].keys)
+            self._ahead.append(_Ahead(place, number, plan, load))
+            number += 1
+        self._next = place, number
+        if loads:
+            self.store.worker.add(loads)
+
+    def _pays(self, plan: Plan, number: int) -> bool:
+        """Whether a part is worth being fetched ahead: copies within a CPU's memory take from it what they hide."""
+        return self.store.lane.overlaps or bool(self._sources(plan, number).reads)
+
+    def _is_warm(self, part: Part) -> bool:
+        """Whether the system has read a part from disk already, as far as its end tells."""
+        disk = self.store.placement.disk
+        return disk is None or disk.is_warm(part.keys[-1])
+
+    def _sources(self, plan: Plan, number: int) -> _Sources:
+        """Where a part lies now."""
+        part, version = plan.parts[number], plan.shelf.version
+        if part.sources is None or part.sources.version != version:
+            part.sources = _Sources.of(part, version)
+        return part.sources
+
+    def _load(self, plan: Plan, number: int, buffer: Buffer) -> Load:
+        """What copies a part to a buffer from where it lies now, and will until `release`."""
+        part, placement, sources = plan.parts[number], self.store.placement, self._sources(plan, number)
+        plan.shelf.readers[HOST] += 1
+        level, disk = placement.levels[HOST], placement.disk
+        keys, nbytes = part.keys, part.nbytes
+        copy = copy_bytes if self.store.lane.overlaps else Tensor.copy_  # by the worker, or by all threads
+
+        def fill(to: Tensor) -> None:
+            for place, first, last in sources.copies:
+                assert level is not None
+                count = (last - first) * nbytes
+                copy(to[first * nbytes : first * nbytes + count], level.pool.buffer[place : place + count])
+            for first, last in sources.reads:
+                assert disk is not None
+                rows = to[first * nbytes : last * nbytes].view(-1, nbytes)
+                if not all(disk.read(keys[first:last], rows)):
+                    raise StoreError(
+                        f"blocks of layer {plan.shelf.layer} can't be read back from {disk.path}: "
+                        "reset() the cache and feed it again"
+                    )
+
+        if level is not None:
+            level.hits += sources.on_host
+        on_disk = len(part.entries) - sources.on_host
+        placement.disk_hits += on_disk
+        placement.moved["host→device"] += sources.on_host * nbytes
+        placement.moved["disk→device"] += on_disk * nbytes
+        return Load(fill, buffer, self.store.lane)
+
+    def _discard(self, ahead: _Ahead) -> None:
+        """Give up a load that nobody needs."""
+        self.store.counts["prefetch_unused"] += 1
+        if ahead.load is None:
+            return
+        if not ahead.load.claim():
+            with suppress(StoreError):
+                ahead.load.wait()
+        ahead.plan.shelf.readers[HOST] -= 1
+        self.store.ring.give_back(ahead.load.buffer)
+
+    def _make_room_in_buffers(self, nbytes: int) -> None:
+        """Have staging buffers that hold a payload of ``nbytes``."""
+        for stream in self.store.streams:
+            while stream.drop_last():
+                pass
+            stream._plans.clear()
+        self.store.ring.grow(nbytes)
+
+
+class Reading:
+    """A layer's blocks: in how many ``parts`` they come, and which ``tags`` they have."""
+
+    def __init__(self, stream: Stream, place: int, visit: int, plan: Plan) -> None:
+        self._stream, self._place, self._visit, self._plan = stream, place, visit, plan
+        self.parts = max(1, len(plan.parts))
+        self.tags = {run.tag for run in plan.resident} | {part.entries[0].tag for part in plan.parts}
+
+    def runs(self) -> Iterator[Sequence[Run]]:
+        """Part by part, each good until the next is taken; what lies on the device is in the first."""
+        stream, plan = self._stream, self._plan
+        placement, lock = stream.store.placement, stream.store.lock
+        with lock:
+            plan.shelf.readers[DEVICE] += 1
+            placement.use(plan.shelf)
+            level = placement.levels[DEVICE]
+            if level is not None:
+                level.hits += sum(len(run.payloads) for run in plan.resident)
+        try:
+            if not plan.parts:
+                yield plan.resident
+            for number, part in enumerate(plan.parts):
+                load = stream.obtain(self._visit, number, plan)
+                try:
+                    runs = part.of(load.buffer)
+                    yield runs if number else [*plan.resident, *runs]
+                    with lock:
+                        placement.admit(plan.shelf, part.entries, load.buffer.device, DEVICE)
+                finally:
+                    stream.release(self._visit, plan, number, load)
+        finally:
+            with lock:
+                plan.shelf.readers[DEVICE] -= 1
+                stream.turn.position = self._place + 1
+                placement.sweep()
+
+
+def _alike(numbers: Sequence[int], entries: Sequence[Entry]) -> Iterator[list[int]]:
+    """Numbers of entries of one size and tag, as long as these follow one another."""
+    group: list[int] = []
+    for number in numbers:
+        if group and (entries[number].nbytes, entries[number].tag) != (
+            entries[group[0]].nbytes,
+            entries[group[0]].tag,
+        ):
+            yield group
+            group = []
+        group.append(number)
+    if group:
+        yield group
+
+
+def _stretches(values: Sequence[Any], step: Any) -> Iterator[tuple[int, int]]:
+    """Where ``values`` go on by ``step`` each, as ``first ≤ i < last``; pairs go on by a pair of steps."""
+    first = 0
+    for index in range(1, len(values) + 1):
+        if index == len(values) or not _follows(values[index - 1], values[index], step):
+            yield first, index
+            first = index
+
+
+def _follows(one: Any, other: Any, step: Any) -> bool:
+    if isinstance(one, tuple):
+        return all(map(_follows, one, other, step))
+    return one is not None and other is not None and bool(other == one + step)
