@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from ..arena import SlotPool
 from ..blocks import BlockKey, KVBlock
@@ -25,87 +25,13 @@ from ..keys import Identity, content_keys
 from ..policy import PrecisionPolicy, ResolvedLayer, ResolvedPolicy
 from ..store.tiered import TieredStore
 from .calls import Calls
-from .layer import History, Layer, decoded
+from .hf_layer import KVQuantLayer
+from .layer import History, Layer
 from .offload import Offload, Shared
 from .resident import Resident
 from .rows import Rows
 from .stats import CacheStats, take_stats
-from .streaming import HeldStates, Segments, Watch
-
-
-class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
-    """One compressed layer, as transformers sees it."""
-
-    is_compileable = False
-    is_croppable = True
-    is_sliding = False
-
-    def __init__(self, index: int, calls: Calls, held: Layer, watch: Watch | None = None) -> None:
-        """``watch`` of all layers, None where attention needs what is held decoded."""
-        self.index = index
-        self.segments = None if watch is None else Segments(held, watch)
-        self.calls = calls
-        self.held = held
-        calls.held.setdefault(index, 0)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: the first `update` does."""
-
-    @property
-    def columns(self) -> int:
-        """Columns held, padding included."""
-        return self.calls.held[self.index]
-
-    @property
-    def is_initialized(self) -> bool:
-        """Whether the layer holds anything."""
-        return self.columns > 0
-
-    @property
-    def keys(self) -> Tensor | None:
-        """All keys decoded, ``[rows, heads, columns, dim]``; for inspection."""
-        return self._dense(0)
-
-    @property
-    def values(self) -> Tensor | None:
-        """All values decoded, like `keys`."""
-        return self._dense(1)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append ``[rows, heads, new, dim]`` and return all columns, history decoded, new ones as given."""
-        positions = (kwargs.get("kwargs") or {}).get("position_ids")  # the arguments of the model's attention
-        self.held.key.check(key_states)
-        self.held.value.check(value_states)
-        call = self.calls.take(self.index, key_states.shape[0], key_states.shape[2], positions)
-        keys, values = self.held.append(key_states, value_states, call)
-        if self.segments is not None and self.calls.streamed and call.past:
-            return HeldStates(keys, self.segments), HeldStates(values, self.segments)
-        dense = decoded(keys, values)
-        return dense[0], dense[1]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(columns attended by a call of ``query_length``, 0)."""
-        return self.columns + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Columns held, padding included."""
-        return self.columns
-
-    def get_max_length(self) -> int:
-        """-1: no limit."""
-        return -1
-
-    def fork(self, calls: Calls, watch: Watch, offload: Offload | None) -> KVQuantLayer:
-        """A copy that belongs to ``calls`` and shares every block."""
-        held = self.held.fork(self.held.blocks.fork if offload is None else partial(offload.blocks, self.index))
-        return KVQuantLayer(self.index, calls, held, None if self.segments is None else watch)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        raise UnsupportedError("a layer of a KVQuantCache shares its rows with the others: copy the cache")
-
-    def _dense(self, which: int) -> Tensor | None:
-        call = self.calls.view(self.index)
-        return None if call is None else self.held.dense(which, call)
+from .streaming import HeldStates, Watch
 
 
 class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
