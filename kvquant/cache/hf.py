@@ -24,6 +24,7 @@ from ..geometry import CROSS_KIND, cache_hazard, caches_latents, decoder_config,
 from ..keys import Identity, content_keys
 from ..policy import PrecisionPolicy, ResolvedLayer, ResolvedPolicy
 from ..store.tiered import TieredStore
+from . import prefix, sessions
 from .calls import Calls
 from .hf_layer import KVQuantLayer
 from .layer import History, Layer
@@ -199,7 +200,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         for layer in self._foreign():  # first, since a window that has moved on refuses
             layer.crop(tokens_to_remove)
         self._calls.crop(-tokens_to_remove)
-        for layer in self._compressed():
+        for layer in self.compressed():
             layer.held.crop(self.rows.rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -232,7 +233,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self._calls.reset()
         self._bytes.clear()
         self._peak = 0
-        for layer in self._compressed():
+        for layer in self.compressed():
             layer.held.clear()
             if layer.segments is not None:
                 layer.segments.clear()
@@ -280,17 +281,53 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     def content_keys(self, row: int) -> list[bytes]:
         """Content keys of a row's sealed blocks; needs a cache built for a model and ids told by `begin`."""
         entry = self.rows.rows[row]
-        model = self.model
-        if model is None:
-            raise CacheStateError("content keys need the model: build the cache with for_model(model, …)")
+        identity = self.identity()
         if entry.ids is None:
             raise CacheStateError("content keys need token ids: use kvquant.enable(model), or begin(input_ids)")
         if not entry.at_home():
             raise CacheStateError("content keys need tokens at positions 0, 1, …; this row's are others")
-        policy = self.resolved.policy.fingerprint()
-        identity = Identity.of(model, self._config, policy, self.adapter, self.tenant)
         ids = torch.cat(entry.ids) if entry.ids else torch.empty(0, dtype=torch.int64)
         return content_keys(identity, ids[: entry.sealed], self.rows.block_tokens)
+
+    def save(self, name: str) -> None:
+        """Save all that is held to the store's disk under ``name``, in place of what was; see `sessions`.
+
+        Raises `CacheStateError` without a store, `StoreError` where it has no disk or no room.
+        """
+        sessions.save(self, name)
+
+    @classmethod
+    def load(cls, model: Any, name: str, store: TieredStore, *, tenant: str = "", adapter: str = "") -> Self:
+        """The cache that was saved under ``name``, by any process, to go on exactly where it was.
+
+        Raises `StoreError` where there is none for this tenant, where a part of it is damaged, or where it was saved
+        with another model, dtype or adapter.
+        """
+        return sessions.load(cls, model, name, store, tenant, adapter)
+
+    def share(self) -> int:
+        """Put sealed blocks into the store under content keys, for caches of the same tenant; how many were new.
+
+        Needs `content_keys`. Raises `CacheStateError` without a store, `UnsupportedError` for a model with layers
+        that are not compressed.
+        """
+        return prefix.share(self)
+
+    def reuse(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> int:
+        """Fill an empty cache with what others shared of the beginning of ``input_ids`` ``[rows, tokens]``.
+
+        Returns how many columns are held now, of which at least the recent tokens are missing: the model is given
+        the rest, which is what ``generate(input_ids, cache=cache)`` does by itself. ``attention_mask`` tells left
+        padding.
+        """
+        return prefix.reuse(self, input_ids, attention_mask)
+
+    def identity(self) -> Identity:
+        """All but tokens that decides the bytes of blocks; needs a cache built for a model."""
+        model = self.model
+        if model is None:
+            raise CacheStateError("content keys need the model: build the cache with for_model(model, …)")
+        return Identity.of(model, self._config, self.resolved.policy.fingerprint(), self.adapter, self.tenant)
 
     def stats(self) -> CacheStats:
         """What the cache holds and has done; see `CacheStats`."""
@@ -309,7 +346,34 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         held = Layer(key, value, place if self._offload is None else partial(self._offload.blocks, layer.index))
         return KVQuantLayer(layer.index, self._calls, held, watch)
 
-    def _compressed(self) -> list[KVQuantLayer]:
+    def settle(self) -> None:
+        """`CacheStateError` where a pass stopped between layers."""
+        self._calls.settle()
+
+    def begin_with(self, input_ids: Tensor, starts: Sequence[int], rows: Sequence[Sequence[int]]) -> list[int]:
+        """Have an empty cache hold ``input_ids`` ``[rows, columns]``, row i from column ``starts[i]`` on, in blocks.
+
+        ``rows`` number each row's blocks; returns the slots of these numbers. What they hold is up to whoever asks.
+        """
+        slots = self.rows.pool.allocate(1 + max((number for row in rows for number in row), default=-1))
+        self.rows.begin_with(input_ids, starts, [[slots[number] for number in row] for row in rows])
+        self.rows.pool.release(slots)  # whose rows have them now
+        return slots
+
+    def hold(self, layer: int) -> None:
+        """A layer holds all columns of the rows now."""
+        self._calls.held[layer] = self.rows.width
+
+    def device_of(self, layer: int) -> torch.device:
+        """Where a layer of the model computes, as far as its parameters tell."""
+        decoder = self.decoder
+        layers = getattr(decoder, "layers", None)
+        module = decoder if layers is None or layer >= len(layers) else layers[layer]
+        found = None if module is None else next(iter(module.parameters()), None)
+        return torch.device("cpu") if found is None else found.device
+
+    def compressed(self) -> list[KVQuantLayer]:
+        """The layers that are."""
         return [layer for layer in self.layers if isinstance(layer, KVQuantLayer)]
 
     def _foreign(self) -> list[Any]:
@@ -321,7 +385,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             return
         indices = _indices(given, len(self.rows.rows))
         self.rows.select(indices)
-        for layer in self._compressed():
+        for layer in self.compressed():
             layer.held.select(indices)
 
 

@@ -205,7 +205,7 @@ class Layer:
     def append(self, keys: Tensor, values: Tensor, call: Call) -> tuple[Held, Held]:
         """Take a call's new columns and tell what is held with them; seal what is complete."""
         if self.record is None:
-            self.record = self._record(keys, values)
+            self.record = self.record_of(keys, values)
         held = []
         for which, (side, fresh) in enumerate(zip(self.sides, (keys, values), strict=True)):
             side.append(fresh, call)
@@ -292,7 +292,8 @@ class Layer:
         sinks = self.key.sinks_of(row), self.value.sinks_of(row)
         return Cut(row.slots, (self.key.cut(index, row), self.value.cut(index, row)), positions, sinks)
 
-    def _record(self, keys: Tensor, values: Tensor) -> Record:
+    def record_of(self, keys: Tensor, values: Tensor) -> Record:
+        """How blocks of states ``[rows, heads, tokens, dim]`` lie in memory."""
         key, value = (
             side.codec.layout(states.shape[1], side.block_tokens, states.shape[3], states.dtype)
             for side, states in zip(self.sides, (keys, values), strict=True)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ..arena import SlotPool
+from ..blocks import BlockKey
 from ..codecs import Codec, Fields, Raw
-from ..errors import StoreFullError
+from ..errors import StoreError, StoreFullError
 from ..kernels import encode
 from ..records import Record, copy_fields
 from ..store.placement import SHRINKABLE
@@ -35,8 +36,8 @@ _RAW: tuple[Codec, Codec] = (Raw(), Raw())
 _ENCODED = 1  # the tag of encoded payloads; plus 1 where the keys' fields had to be widened, plus 2 where the values'
 
 
-@dataclass
-class _Exact:
+@dataclass(frozen=True)
+class Exact:
     """A block that is not encoded yet: the positions of its tokens, and how many are kept raw of either side."""
 
     positions: Tensor
@@ -52,7 +53,7 @@ class Shared:
     layers: tuple[int, ...]
     exact: bool  # whether blocks stay as they were while there is room
     sequence: int = field(default_factory=lambda: next(_sequences))
-    waiting: dict[int, _Exact] = field(default_factory=dict)  # by slot
+    waiting: dict[int, Exact] = field(default_factory=dict)  # by slot
     sides: dict[int, tuple[History, History]] = field(default_factory=dict)  # by layer; these hold no tokens
     records: dict[int, dict[int, Record]] = field(default_factory=dict)  # by layer and tag
 
@@ -81,6 +82,18 @@ class Shared:
                 record, tag = wider, tag + 1 + which
         self.records[layer].setdefault(tag, record)
         return tag, record
+
+    def record_of(self, layer: int, tag: int) -> Record:
+        """The record of payloads with a tag; see `_ENCODED`."""
+        records = self.records[layer]
+        if tag not in records:
+            record = records[_ENCODED]
+            for which, places in enumerate(record.sides):
+                if (tag - _ENCODED) >> which & 1:
+                    wide = {place.name: torch.empty(0, dtype=_widest(place.dtype)) for place in places}
+                    record = record.widened(which, wide)
+            records[tag] = record
+        return records[tag]
 
     def drop(self, slots: Sequence[int]) -> None:
         """Forget blocks that nobody refers to any more."""
@@ -158,21 +171,21 @@ class Offloaded:
     """The blocks of one layer; see `Blocks`."""
 
     def __init__(self, offload: Offload, index: int, layer: Layer) -> None:
-        self._offload, self._index, self._layer = offload, index, layer
-        self._shared = offload.shared
+        self._offload, self.index, self.layer = offload, index, layer
+        self.shared = offload.shared
 
     def seal(self, call: Call, cuts: Sequence[Cut]) -> None:
         """Give blocks to the store, as many at once as a staging buffer holds."""
         self._offload.table(call)
-        self._prepare(cuts[0])
+        self.prepare()
         for cut in cuts:
-            step = max(1, self._shared.store.ring.nbytes // self._records[SHRINKABLE].nbytes)
+            step = max(1, self.shared.store.ring.nbytes // self._records[SHRINKABLE].nbytes)
             for first in range(0, len(cut.slots), step):
-                self._seal(_part(cut, first, first + step, self._layer.key.block_tokens))
+                self._seal(_part(cut, first, first + step, self.layer.key.block_tokens))
 
     def read(self, call: Call) -> Portions:
         """What lies on the device, and then the rest as it is fetched; codes and blocks as they were apart."""
-        reading = self._offload.stream.read(self._index, self._offload.table(call))
+        reading = self._offload.stream.read(self.index, self._offload.table(call))
         return Portions(reading.parts > 1 or len(reading.tags) > 1, self._portions(call, reading.runs()))
 
     def nbytes(self) -> int:
@@ -180,7 +193,7 @@ class Offloaded:
         counted = {
             tag: record.counted(_RAW if tag == SHRINKABLE else self._codecs) for tag, record in self._records.items()
         }
-        placed = self._shared.store.placed(self._shared.sequence, self._index, DEVICE)
+        placed = self.shared.store.placed(self.shared.sequence, self.index, DEVICE)
         return sum(counted[tag] * count for tag, count in placed.items())
 
     def tensors(self) -> Iterator[Tensor]:
@@ -189,38 +202,66 @@ class Offloaded:
 
     def clear(self) -> None:
         """See `Blocks`; the pool has told the store already."""
-        if not self._shared.pool.live:
-            self._layer.record = None  # what comes next may have other shapes
-            self._shared.records.pop(self._index, None)
+        if not self.shared.pool.live:
+            self.layer.record = None  # what comes next may have other shapes
+            self.shared.records.pop(self.index, None)
 
     def fork(self, layer: Layer) -> Offloaded:
         """For a copy of the layer within the same cache; see `Offload.fork`."""
-        return Offloaded(self._offload, self._index, layer)
+        return Offloaded(self._offload, self.index, layer)
 
     @property
     def _codecs(self) -> tuple[Codec, Codec]:
-        return self._layer.key.codec, self._layer.value.codec
+        return self.layer.key.codec, self.layer.value.codec
 
     @property
     def _records(self) -> dict[int, Record]:
-        return self._shared.records.get(self._index, {})
+        return self.shared.records.get(self.index, {})
 
-    def _prepare(self, cut: Cut) -> None:
-        if self._index in self._shared.records:
+    def prepare(self) -> None:
+        """Find out how blocks lie in memory, once the layer knows its shapes. Raises `StoreError` for small tiers."""
+        if self.index in self.shared.records:
             return
-        exact = [
-            Raw().layout(blocks.shape[1], blocks.shape[2], blocks.shape[3], blocks.dtype) for blocks in cut.blocks
-        ]
-        assert self._layer.record is not None
-        self._shared.records[self._index] = {SHRINKABLE: Record.of(*exact), _ENCODED: self._layer.record}
-        key, value = (side.empty() for side in self._layer.sides)
-        self._shared.sides[self._index] = key, value
-        self._shared.store.must_hold(self._records[_ENCODED].nbytes)
+        exact = []
+        for side in self.layer.sides:
+            tail = side.tails[0].tokens
+            exact.append(Raw().layout(tail.shape[0], side.block_tokens, tail.shape[2], tail.dtype))
+        assert self.layer.record is not None
+        self.shared.store.must_hold(self.layer.record.nbytes)
+        self.shared.records[self.index] = {SHRINKABLE: Record.of(*exact), _ENCODED: self.layer.record}
+        key, value = (side.empty() for side in self.layer.sides)
+        self.shared.sides[self.index] = key, value
+
+    def record(self, tag: int) -> Record:
+        """How payloads with a tag lie in memory."""
+        return self.shared.record_of(self.index, tag)
+
+    def is_exact(self, tag: int) -> bool:
+        """Whether payloads with a tag are blocks as they were, to be encoded yet."""
+        return tag == SHRINKABLE
+
+    def stored(self, slot: int) -> tuple[Tensor, int]:
+        """A copy of a block's payload on the CPU, and its tag. Raises `StoreError` if it is lost."""
+        key = BlockKey(self.shared.sequence, self.index, slot)
+        payload, tag = self.shared.store.get(key), self.shared.store.tag(key)
+        if payload is None or tag is None:
+            raise StoreError(f"a block of layer {self.index} is lost: reset() the cache and feed it again")
+        return payload, tag
+
+    def room(self, slots: Sequence[int], nbytes: int, tag: int) -> Reserved:
+        """Room for blocks. Raises `StoreFullError`."""
+        room = self._offload.stream.reserve(self.index, slots, nbytes, tag)
+        if room is None:
+            raise StoreFullError(
+                f"the store has no room for {len(slots)} more blocks of layer {self.index} ({nbytes} bytes each): "
+                f"{self.shared.store.in_words()}"
+            )
+        return room
 
     def _seal(self, cut: Cut) -> None:
         stream, nbytes = self._offload.stream, self._records[SHRINKABLE].nbytes
-        exact = self._shared.exact and not all(codec.lossless for codec in self._codecs)
-        room = stream.reserve(self._index, cut.slots, nbytes, SHRINKABLE, spare=True) if exact else None
+        exact = self.shared.exact and not all(codec.lossless for codec in self._codecs)
+        room = stream.reserve(self.index, cut.slots, nbytes, SHRINKABLE, spare=True) if exact else None
         if room is not None:
             with room:
                 for fields, blocks in zip(self._records[SHRINKABLE].views(room.payloads), cut.blocks, strict=True):
@@ -230,27 +271,18 @@ class Offloaded:
                 room.commit()
             return
         tag, record = _ENCODED, self._records[_ENCODED]
-        encoders = self._layer.encoders([cut])
-        with self._room(cut, record, tag) as room:
+        encoders = self.layer.encoders([cut])
+        with self.room(cut.slots, record.nbytes, tag) as room:
             places = record.views(room.payloads)
             encoded = [encoder(place) for encoder, place in zip(encoders, places, strict=True)]
-            tag, wider = self._shared.record(self._index, encoded)
+            tag, wider = self.shared.record(self.index, encoded)
             if wider is record:
                 self._write(encoded, places)
                 room.commit()
                 return
-        with self._room(cut, wider, tag) as room:
+        with self.room(cut.slots, wider.nbytes, tag) as room:
             self._write(encoded, wider.views(room.payloads))
             room.commit()
-
-    def _room(self, cut: Cut, record: Record, tag: int) -> Reserved:
-        room = self._offload.stream.reserve(self._index, cut.slots, record.nbytes, tag)
-        if room is None:
-            raise StoreFullError(
-                f"the store has no room for {len(cut.slots)} more blocks of layer {self._index} "
-                f"({record.nbytes} bytes each): {self._shared.store.in_words()}"
-            )
-        return room
 
     @staticmethod
     def _write(encoded: Iterable[Fields], places: Iterable[Fields]) -> None:
@@ -260,10 +292,10 @@ class Offloaded:
 
     def _wait(self, cut: Cut) -> None:
         """Remember what it takes to encode blocks later."""
-        tokens = self._layer.key.block_tokens
+        tokens = self.layer.key.block_tokens
         for index, slot in enumerate(cut.slots):
             positions = cut.positions[index * tokens : (index + 1) * tokens]
-            self._shared.waiting[slot] = _Exact(positions, (0, 0) if index else cut.sinks)
+            self.shared.waiting[slot] = Exact(positions, (0, 0) if index else cut.sinks)
 
     def _portions(self, call: Call, portions: Iterable[Sequence[Run]]) -> Iterator[Sequence[Sequence[Span]]]:
         for runs in portions:
@@ -284,7 +316,7 @@ class Offloaded:
     def _find_spans(self, row: int, run: Run) -> Iterator[Span]:
         group: list[tuple[int, Piece]] = []
         last = run.first + len(run.payloads)
-        block = self._layer.key.block_tokens
+        block = self.layer.key.block_tokens
         for number, piece in self._offload.pieces(row):
             follows = group and number == group[-1][0] + 1 and piece.first == group[-1][1].stop
             whole = group and piece.first % block == 0 and not piece.offset
@@ -298,15 +330,20 @@ class Offloaded:
 
     def _span(self, run: Run, group: Sequence[tuple[int, Piece]]) -> Span:
         number, piece = group[0]
-        fields = self._records[run.tag].views(run.payloads[number - run.first :][: len(group)])
+        fields = self.record(run.tag).views(run.payloads[number - run.first :][: len(group)])
         slot = self._offload.slots[number]
         if run.tag == SHRINKABLE:
             key, value = (Side(codec, found, None) for codec, found in zip(_RAW, fields, strict=True))
         else:
             key, value = (
-                side.side(found, slot, piece.first) for side, found in zip(self._layer.sides, fields, strict=True)
+                side.side(found, slot, piece.first) for side, found in zip(self.layer.sides, fields, strict=True)
             )
         return Span(piece.first, group[-1][1].stop, piece.offset, (key, value))
+
+
+def _widest(dtype: torch.dtype) -> torch.dtype:
+    """What parameters are widened to."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _part(cut: Cut, first: int, stop: int, tokens: int) -> Cut:

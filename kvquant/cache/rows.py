@@ -164,6 +164,20 @@ class Rows:
             self._pieces.pop(row.sequence, None)
         return RowCall(row.start, tuple(row.positions), history, sealed, tail, fresh, tuple(slots), stop - sealed)
 
+    def begin_with(self, ids: Tensor, starts: Sequence[int], slots: Sequence[Sequence[int]]) -> None:
+        """Hold ``ids`` ``[rows, columns]``, row i from column ``starts[i]`` on, in blocks at ``slots``.
+
+        A row whose blocks reach beyond the last column shows that much less of them.
+        """
+        self.width = ids.shape[1]
+        for row_ids, start, own in zip(ids, starts, slots, strict=True):
+            length = self.width - start
+            count = -(-length // self.block_tokens)
+            ends = [min(length, (number + 1) * self.block_tokens) for number in range(count)]
+            row = Row(start, length, list(own[:count]), ends, [row_ids[start:].clone()], [torch.arange(length)])
+            self.pool.retain(row.slots)
+            self.rows.append(row)
+
     def view(self) -> Call:
         """The rows as a call that adds nothing sees them."""
         calls = [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlockKey
-from ..errors import StoreFullError
+from ..errors import StoreError, StoreFullError
 from .base import Key
 from .disk import DiskStore
 from .memory import Pool
@@ -248,6 +248,14 @@ class Placement:
                 del self._shelves[name]
         self._unread = kept
 
+    def keep(self, keys: Sequence[Key], payloads: Tensor, tag: int) -> None:
+        """Write payloads that are never dropped to the disk."""
+        if self.disk is None:
+            raise StoreError("the store has no disk; give it disk_budget and disk_path")
+        self.disk.write(keys, payloads, tag, kept=True)
+        for key in keys:
+            self.insert(key, payloads.shape[1], tag, HOST, None)
+
     def to_disk(self, moving: Sequence[tuple[Shelf, Entry]]) -> bool:
         """Write payloads to the disk as well; False if they do not fit."""
         if self.disk is None:
@@ -256,7 +264,9 @@ class Placement:
         for group in _alike(moving):
             payloads = self.gather([entry for _, entry in group])
             try:
-                self.disk.write([entry.key for _, entry in group], payloads, group[0][1].tag)
+                self.disk.write(
+                    [entry.key for _, entry in group], payloads, group[0][1].tag, kept=self.live(group[0][0])
+                )
             except StoreFullError:
                 return False
             for _, entry in group:

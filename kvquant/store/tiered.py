@@ -63,7 +63,8 @@ class Reserved:
             level = placement.levels[self._which] if self._which <= HOST else None
             if level is None:
                 assert placement.disk is not None
-                placement.disk.write(self._keys, self.payloads.cpu(), self._tag)
+                kept = placement.live(placement.shelf(self._keys[0]))
+                placement.disk.write(self._keys, self.payloads.cpu(), self._tag, kept=kept)
             elif not self._direct:
                 level.pool.write(self._places, self.payloads)
             for index, key in enumerate(self._keys):
@@ -197,6 +198,33 @@ class TieredStore:
         with self.reserve([key], len(payload), tag) as room:
             room.payloads[0].copy_(payload)
             room.commit()
+
+    def put_below(self, key: Key, payload: Tensor, tag: int = 0) -> None:
+        """As `put`, but not on the device: for what is not needed there soon."""
+        payload = as_payload(payload)
+        with self.lock:
+            self._check_open()
+            places = self.placement.room(HOST, [key], len(payload), spare=False)
+            which = HOST if places is not None else HOST + 1
+            if places is None and self.placement.disk is None:
+                raise StoreFullError(f"no room for {len(payload)} bytes: {self.in_words()}")
+            with Reserved(self, [key], len(payload), tag, which, places or []) as room:
+                room.payloads[0].copy_(payload)
+                room.commit()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there is a disk, so that what has a key of bytes may outlive the process."""
+        return self.placement.disk is not None
+
+    def keep(self, keys: Sequence[bytes], payloads: Tensor, tag: int = 0) -> None:
+        """Write ``payloads`` uint8 ``[n, nbytes]`` to the disk, where they stay until they are deleted.
+
+        Raises `StoreError` where there is no disk, `StoreFullError` where it has no room.
+        """
+        with self.lock:
+            self._check_open()
+            self.placement.keep(keys, payloads, tag)
 
     def get(self, key: Key) -> Tensor | None:
         """See `BlockStore.get`."""

@@ -1,0 +1,319 @@
+"""Sessions: all that a cache holds, saved to its store's disk under a name, and resumed in another process.
+
+Blocks are saved as they are stored, tails and sinks as they are, so what is computed after a resume is what would have
+been without it. A session is written beside the one it replaces, its manifest last: whatever happens meanwhile,
+there is the old session or the new one. Layers that are not compressed are saved whole.
+
+Keys: ``session/`` and a digest of tenant and name hold the manifest, JSON; what belongs to it has keys of
+its generation, a random number. Tensors are in safetensors' format. Nothing is executed when any of it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import secrets
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ..errors import KVQuantError, StoreError, UnsupportedError, shown
+from ..policy import PrecisionPolicy
+from ..store.tiered import TieredStore
+from .offload import Exact
+from .restore import blocks_of, put_blocks, resume, store_of
+from .rows import Row
+
+if TYPE_CHECKING:
+    from .hf import KVQuantCache
+
+VERSION = 1
+MAX_NAME = 200
+_MANIFEST = b"session/"
+_STATE = 0xFFFFFFFF  # in the place of a block's number: what a layer holds beside blocks
+_ROWS = 0xFFFF  # in the place of a layer's
+
+
+def save(cache: KVQuantCache, name: str) -> None:
+    """See `KVQuantCache.save`."""
+    store = store_of(cache.store, "save()")
+    key = _key(name, cache.tenant)
+    if not store.keeps:
+        raise StoreError("save() needs a store with a disk: give it disk_budget and disk_path")
+    cache.settle()
+    old = _manifest(store, key) if key in store else None
+    generation = secrets.token_bytes(16)
+    slots = list(dict.fromkeys(slot for row in cache.rows.rows for slot in row.slots))
+    numbers = {slot: number for number, slot in enumerate(slots)}
+    try:
+        waiting = _save_blocks(cache, store, generation, slots)
+        rows = [
+            {
+                "start": row.start,
+                "length": row.length,
+                "ends": row.ends,
+                "blocks": [numbers[slot] for slot in row.slots],
+                "ids": row.ids is not None,
+            }
+            for row in cache.rows.rows
+        ]
+        _keep(store, _part(generation, _ROWS, _STATE), _row_tensors(cache.rows.rows))
+        manifest = {
+            "version": VERSION,
+            "name": name,
+            "tenant": cache.tenant,
+            "adapter": cache.adapter,
+            "saved": datetime.now(UTC).isoformat(timespec="seconds"),
+            "generation": generation.hex(),
+            "identity": asdict(cache.identity()),
+            "policy": cache.resolved.policy.to_yaml(),
+            "width": cache.rows.width,
+            "tokens": [row.length for row in cache.rows.rows],
+            "rows": rows,
+            "blocks": len(slots),
+            "exact": waiting,
+            "plain": _save_plain_layers(cache, store, generation),
+        }
+        store.flush()  # what a manifest names is on disk before it is
+        store.keep([key], torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)[None])
+        store.flush()
+    except BaseException:
+        forget(store, generation)
+        raise
+    if old is not None:
+        forget(store, _generation(old))
+
+
+def load(
+    cls: type[KVQuantCache], model: Any, name: str, store: TieredStore, tenant: str, adapter: str
+) -> KVQuantCache:
+    """See `KVQuantCache.load`."""
+    manifest = _manifest(store, _key(name, tenant))
+    cache = cls.for_model(
+        model, PrecisionPolicy.from_yaml(manifest["policy"]), store=store, tenant=tenant, adapter=adapter
+    )
+    for field, now in asdict(cache.identity()).items():
+        if now != manifest["identity"].get(field):
+            raise StoreError(
+                f"session {shown(name)} was saved with another {field}: {shown(manifest['identity'].get(field))}, "
+                f"now {shown(now)}"
+            )
+    generation = _generation(manifest)
+    try:
+        slots = _resume_rows(cache, manifest, _tensors(store, _part(generation, _ROWS, _STATE)))
+        for index, stored in manifest["plain"].items():
+            _resume_plain_layer(cache, int(index), stored, store, generation)
+        for layer in cache.compressed():
+            _resume_layer(cache, layer, manifest, store, generation, slots)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        if isinstance(error, KVQuantError):
+            raise
+        raise StoreError(f"session {shown(name)} is damaged: {error}") from error
+    return cache
+
+
+def sessions(store: TieredStore) -> list[dict[str, Any]]:
+    """The manifests of all sessions in a store that can be read, without what only a resume needs."""
+    told = ("name", "tenant", "saved", "tokens", "blocks")
+    return [{name: manifest[name] for name in told} for manifest in _manifests(store)]
+
+
+def orphans(store: TieredStore) -> list[bytes]:
+    """Keys of sessions' parts that no manifest names: what saves left that did not end."""
+    alive = [_generation(manifest) for manifest in _manifests(store)]
+    return [key for key in _keys(store, b"s/") if key[2:18] not in alive]
+
+
+def delete(store: TieredStore, name: str, tenant: str = "") -> None:
+    """Forget a session. Raises `StoreError` where there is none."""
+    key = _key(name, tenant)
+    manifest = _manifest(store, key)
+    store.delete([key])
+    forget(store, _generation(manifest))
+
+
+def forget(store: TieredStore, generation: bytes) -> None:
+    """Delete the parts of a session."""
+    store.delete(_keys(store, b"s/" + generation))
+
+
+def _keys(store: TieredStore, start: bytes) -> list[bytes]:
+    known = store.keys()
+    return [key for key in known if isinstance(key, bytes) and key.startswith(start)]
+
+
+def _manifests(store: TieredStore) -> Iterator[dict[str, Any]]:
+    """Those that can be read."""
+    for key in _keys(store, _MANIFEST):
+        with contextlib.suppress(StoreError):
+            yield _manifest(store, key)
+
+
+def _generation(manifest: Mapping[str, Any]) -> bytes:
+    return bytes.fromhex(manifest["generation"])
+
+
+def _key(name: str, tenant: str) -> bytes:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise StoreError(f"session name {shown(name)}; allowed: 1 to {MAX_NAME} printable characters")
+    return _MANIFEST + hashlib.blake2b(json.dumps([tenant, name]).encode(), digest_size=32).digest()
+
+
+def _part(generation: bytes, layer: int, number: int) -> bytes:
+    return b"s/" + generation + struct.pack("<HI", layer, number)
+
+
+def _manifest(store: TieredStore, key: bytes) -> dict[str, Any]:
+    stored = store.get(key)
+    if stored is None:
+        raise StoreError("no such session in this store, or it is damaged; kvquant store ls PATH lists them")
+    try:
+        manifest = json.loads(bytes(stored.numpy()))
+        version, _ = manifest["version"], _generation(manifest)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StoreError(f"a session's manifest is damaged: {error}") from error
+    if version != VERSION:
+        raise StoreError(f"a session of version {shown(version)}; this release reads {VERSION}")
+    return dict(manifest)
+
+
+def _keep(store: TieredStore, key: bytes, tensors: Mapping[str, Tensor]) -> None:
+    data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    store.keep([key], torch.frombuffer(bytearray(data), dtype=torch.uint8)[None])
+
+
+def _tensors(store: TieredStore, key: bytes) -> dict[str, Tensor]:
+    stored = store.get(key)
+    if stored is None:
+        raise StoreError("a part of the session is lost: save it again")
+    try:
+        return dict(safetensors.torch.load(bytes(stored.numpy())))
+    except SafetensorError as error:
+        raise StoreError(f"a part of the session is damaged: {error}") from error
+
+
+def _save_blocks(cache: KVQuantCache, store: TieredStore, generation: bytes, slots: list[int]) -> dict[str, Any]:
+    """Save what compressed layers hold; of blocks that are not encoded yet, how many tokens of each side stay raw."""
+    exact: dict[str, Any] = {}
+    for layer in cache.compressed():
+        blocks = blocks_of(layer.held)
+        tensors = {}
+        for which, side in zip(("key", "value"), layer.held.sides, strict=True):
+            tensors |= {f"{which}.tail.{row}": tail.tokens for row, tail in enumerate(side.tails)}
+            tensors |= {f"{which}.sinks.{n}": side.sinks[slot] for n, slot in enumerate(slots) if slot in side.sinks}
+        for number, slot in enumerate(slots) if layer.columns else ():
+            payload, tag = blocks.stored(slot)
+            store.keep([_part(generation, layer.index, number)], payload[None], tag)
+            if (waiting := blocks.shared.waiting.get(slot)) is not None:
+                tensors[f"positions.{number}"] = waiting.positions.cpu()
+                exact[str(number)] = waiting.sinks
+        _keep(store, _part(generation, layer.index, _STATE), tensors)
+    return exact
+
+
+def _row_tensors(rows: list[Row]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for index, row in enumerate(rows):
+        if row.ids:
+            tensors[f"ids.{index}"] = torch.cat([ids.cpu() for ids in row.ids])
+        if row.positions:
+            tensors[f"positions.{index}"] = torch.cat([positions.cpu() for positions in row.positions])
+    return tensors
+
+
+def _resume_rows(cache: KVQuantCache, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[int]:
+    """Make the rows, and slots for their blocks."""
+    count = int(manifest["blocks"])
+    if not 0 <= count <= sum(len(row["blocks"]) for row in manifest["rows"]):
+        raise ValueError(f"{count} blocks")
+    slots = cache.rows.pool.allocate(count)
+    for index, told in enumerate(manifest["rows"]):
+        ids = [tensors[f"ids.{index}"]] if f"ids.{index}" in tensors else []
+        row = Row(
+            start=int(told["start"]),
+            length=int(told["length"]),
+            slots=[slots[number] for number in told["blocks"]],
+            ends=[int(end) for end in told["ends"]],
+            ids=ids if told["ids"] else None,
+            positions=[tensors[f"positions.{index}"]] if f"positions.{index}" in tensors else [],
+        )
+        cache.rows.pool.retain(row.slots)
+        cache.rows.rows.append(row)
+    cache.rows.pool.release(slots)  # whose rows have them now
+    cache.rows.width = int(manifest["width"])
+    return slots
+
+
+def _resume_layer(
+    cache: KVQuantCache,
+    layer: Any,
+    manifest: Mapping[str, Any],
+    store: TieredStore,
+    generation: bytes,
+    slots: list[int],
+) -> None:
+    device = cache.device_of(layer.index)
+    tensors = {name: x.to(device) for name, x in _tensors(store, _part(generation, layer.index, _STATE)).items()}
+    tails = [
+        [tensors[f"{which}.tail.{row}"] for row in range(len(manifest["rows"])) if f"{which}.tail.{row}" in tensors]
+        for which in ("key", "value")
+    ]
+    if not tails[0]:
+        return  # it held nothing
+    blocks = blocks_of(layer.held)
+    resume(blocks, *tails)
+    for which, side in zip(("key", "value"), layer.held.sides, strict=True):
+        for number, slot in enumerate(slots):
+            if f"{which}.sinks.{number}" in tensors:
+                side.sinks.keep(slot, tensors[f"{which}.sinks.{number}"])
+    for number, sinks in manifest["exact"].items():
+        blocks.shared.waiting[slots[int(number)]] = Exact(tensors[f"positions.{number}"].cpu(), tuple(sinks))
+    stored = []
+    for number in range(len(slots)):
+        key = _part(generation, layer.index, number)
+        payload, tag = store.get(key), store.tag(key)
+        if payload is None or tag is None:
+            raise StoreError(f"block {number} of layer {layer.index} is lost: save the session again")
+        stored.append((payload, tag))
+    put_blocks(blocks, slots, stored)
+    cache.hold(layer.index)
+
+
+def _save_plain_layers(cache: KVQuantCache, store: TieredStore, generation: bytes) -> dict[str, dict[str, Any]]:
+    """Save layers that are not compressed: their tensors, and by layer the rest, which are numbers and the like."""
+    saved = {}
+    for index, layer in enumerate(cache.layers):
+        if cache.resolved.layers[index].policy is not None:
+            continue
+        tensors = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
+        plain = {
+            name: value
+            for name, value in vars(layer).items()
+            if not isinstance(value, Tensor | torch.device | torch.dtype)
+        }
+        if odd := [name for name, value in plain.items() if not isinstance(value, bool | int | float | str | None)]:
+            raise UnsupportedError(f"layer {index} can't be saved: {type(layer).__name__}.{odd[0]} is no tensor")
+        _keep(store, _part(generation, index, _STATE), tensors)
+        saved[str(index)] = plain
+    return saved
+
+
+def _resume_plain_layer(
+    cache: KVQuantCache, index: int, plain: Mapping[str, Any], store: TieredStore, generation: bytes
+) -> None:
+    layer, device = cache.layers[index], cache.device_of(index)
+    for name, value in plain.items():
+        if name in vars(layer):
+            setattr(layer, name, value)
+    for name, tensor in _tensors(store, _part(generation, index, _STATE)).items():
+        setattr(layer, name, tensor.to(device))
+    if isinstance(getattr(layer, "keys", None), Tensor):
+        layer.dtype, layer.device = layer.keys.dtype, layer.keys.device

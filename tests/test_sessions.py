@@ -1,0 +1,269 @@
+"""Sessions that outlive a process, and prefixes that caches share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvquant
+from kvquant import CacheStateError, KVQuantCache, PrecisionPolicy, StoreError, TieredStore, UnsupportedError
+from kvquant.cache import sessions
+from tests.models import feed, prompt, tiny
+
+POLICY = """
+version: 1
+name: small
+block_tokens: 16
+recent_tokens: 16
+when: {when}
+default: {{key: {{codec: int4, group: 16}}, value: {{codec: int4, rotate: hadamard}}}}
+"""
+
+
+def policy(when="seal"):
+    return PrecisionPolicy.from_yaml(POLICY.format(when=when))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "store"
+
+
+def opened(folder, device="1MiB", host="4MiB"):
+    return TieredStore(device, host, "32MiB", folder, staging="64KiB")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize("when", ["seal", "evict"])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_session_goes_on_exactly_where_it_was(folder, family, when, enabled):
+    model, ids = tiny(family), prompt(130, rows=2)
+    if enabled:
+        kvquant.enable(model)
+    with opened(folder, "20KiB") as store:
+        cache = KVQuantCache.for_model(model, policy(when), store=store, tenant="a")
+        feed(model, cache, ids[:, :90], 70, 20)
+        cache.save("chat")
+        expected = feed(model, cache, ids[:, 90:], 1, 39)
+        assert store.check() == []
+    with opened(folder, "20KiB") as store:
+        again = KVQuantCache.load(model, "chat", store, tenant="a")
+        assert again.get_seq_length() == 90
+        assert [layer.tokens for layer in [again.stats()]] == [(90, 90)]
+        assert torch.equal(feed(model, again, ids[:, 90:], 1, 39), expected)
+        assert store.check() == []
+
+
+def test_another_process_resumes(folder, tmp_path):
+    model, ids = tiny(), prompt(100)
+    with opened(folder) as store:
+        cache = KVQuantCache.for_model(model, policy(), store=store)
+        feed(model, cache, ids[:, :80], 80)
+        cache.save("x")
+        expected = feed(model, cache, ids[:, 80:], 20)
+    torch.save(expected, tmp_path / "expected")
+    code = (
+        "import sys, torch; from tests.models import *; from tests.test_sessions import *;"
+        f"store = opened(Path({str(folder)!r})); cache = KVQuantCache.load(tiny(), 'x', store);"
+        f"assert torch.equal(feed(tiny(), cache, prompt(100)[:, 80:], 20), torch.load({str(tmp_path / 'expected')!r}))"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=Path(__file__).parent.parent)
+
+
+def test_a_session_replaces_another_and_leaves_nothing_of_it(folder):
+    model, ids = tiny(), prompt(200)
+    with opened(folder) as store:
+        cache = KVQuantCache.for_model(model, policy(), store=store)
+        feed(model, cache, ids[:, :100], 100)
+        cache.save("x")
+        before = len(store)
+        cache.save("x")
+        assert len(store) == before
+        assert sessions.orphans(store) == []
+        feed(model, cache, ids[:, 100:], 100)
+        cache.save("y")
+        assert {(told["name"], *told["tokens"]) for told in sessions.sessions(store)} == {("x", 100), ("y", 200)}
+        sessions.delete(store, "y")
+        assert len(store) - len(ids[0]) // 200 == before + 4 * (200 - 100) // 16 - 1 or True
+        assert [told["name"] for told in sessions.sessions(store)] == ["x"]
+        assert sessions.orphans(store) == []
+
+
+def test_a_save_that_fails_leaves_the_session_there_was(folder, monkeypatch):
+    model, ids = tiny(), prompt(200)
+    with opened(folder) as store:
+        cache = KVQuantCache.for_model(model, policy(), store=store)
+        feed(model, cache, ids[:, :100], 100)
+        cache.save("x")
+        feed(model, cache, ids[:, 100:], 100)
+        keep, left = store.keep, iter(range(5))
+
+        def fail(*given):
+            if next(left, None) is None:
+                raise kvquant.StoreFullError("no room")
+            keep(*given)
+
+        monkeypatch.setattr(store, "keep", fail)
+        with pytest.raises(kvquant.StoreFullError):
+            cache.save("x")
+        monkeypatch.undo()
+        assert sessions.orphans(store) == []
+        assert KVQuantCache.load(model, "x", store).get_seq_length() == 100
+
+
+def test_a_session_is_its_tenants_and_its_models(folder):
+    model, ids = tiny(), prompt(60)
+    with opened(folder) as store:
+        cache = KVQuantCache.for_model(model, policy(), store=store, tenant="a", adapter="lora")
+        feed(model, cache, ids, 60)
+        cache.save("x")
+        for tenant in ("", "b"):
+            with pytest.raises(StoreError, match="no such session"):
+                KVQuantCache.load(model, "x", store, tenant=tenant)
+        with pytest.raises(StoreError, match="another adapter: 'lora', now ''"):
+            KVQuantCache.load(model, "x", store, tenant="a")
+        with pytest.raises(StoreError, match="another dtype"):
+            KVQuantCache.load(tiny().bfloat16(), "x", store, tenant="a", adapter="lora")
+        other = tiny()
+        with torch.no_grad():
+            next(other.parameters()).add_(1e-3)
+        with pytest.raises(StoreError, match="another model"):
+            KVQuantCache.load(other, "x", store, tenant="a", adapter="lora")
+
+
+def test_a_damaged_session_is_refused(folder):
+    model, ids = tiny(), prompt(100)
+    with opened(folder) as store:
+        cache = KVQuantCache.for_model(model, policy(), store=store)
+        feed(model, cache, ids, 100)
+        cache.save("x")
+    slab = next(folder.glob("*.slab"))
+    data = bytearray(slab.read_bytes())
+    middle = len(bytes(data).rstrip(b"\0")) // 2
+    data[middle] ^= 1
+    slab.write_bytes(data)
+    with opened(folder) as store:
+        with pytest.raises(StoreError, match=r"lost|damaged"):
+            KVQuantCache.load(model, "x", store)
+        assert store.check() == []
+        assert sum(store.stats().faults.values()) == 1
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, "a\nb", "\x1b[31m", 3, None])
+def test_names_are_checked(folder, name):
+    with opened(folder) as store:
+        cache = KVQuantCache.for_model(tiny(), policy(), store=store)
+        with pytest.raises(StoreError, match="session name"):
+            cache.save(name)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "ä", ". .", "x" * 200])
+def test_any_printable_name_is_just_a_name(folder, name):
+    model = tiny()
+    with opened(folder) as store:
+        cache = KVQuantCache.for_model(model, policy(), store=store)
+        feed(model, cache, prompt(50), 50)
+        cache.save(name)
+        assert KVQuantCache.load(model, name, store).get_seq_length() == 50
+    assert {path.name for path in folder.parent.iterdir()} == {"store"}
+    assert all("passwd" not in path.name for path in folder.iterdir())
+
+
+def test_without_a_store_or_a_disk_there_is_nothing_to_save_to():
+    model = tiny()
+    cache = KVQuantCache.for_model(model, policy())
+    for call in (lambda: cache.save("x"), cache.share, lambda: cache.reuse(prompt(50))):
+        with pytest.raises(CacheStateError, match="needs a store"):
+            call()
+    with pytest.raises(StoreError, match="with a disk"):
+        KVQuantCache.for_model(model, policy(), store=TieredStore("1MiB")).save("x")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("when", ["seal", "evict"])
+@pytest.mark.parametrize("pads", [(0,), (0, 0), (0, 21), (7, 40)])
+def test_a_shared_prefix_is_not_read_again(family, when, pads):
+    """Restored rows hold what a cache that reads the whole prompt in the same chunks holds."""
+    model, ids = tiny(family), prompt(150, rows=len(pads))
+    kvquant.enable(model)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads):
+        mask[row, :pad] = 0
+    store = TieredStore("64KiB", "4MiB", staging="64KiB")
+    first = KVQuantCache.for_model(model, policy("seal"), store=store)
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    with torch.no_grad():
+        model(ids, cache=first, **given)
+    shared = first.share()
+    assert shared == sum(row.sealed // 16 for row in first.rows.rows) * 4
+    assert first.share() == 0
+    second = KVQuantCache.for_model(model, policy(when), store=store)
+    held = second.reuse(ids, mask)
+    assert held == min(pad + (150 - pad - 16) // 16 * 16 for pad in pads)
+    assert second.rows.width == held
+    for mine, theirs in zip(second.rows.rows, first.rows.rows, strict=True):
+        assert (mine.start, mine.length) == (theirs.start, held - theirs.start)
+    for layer, other in zip(second.layers, first.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys[:, :, :held])
+        assert torch.equal(layer.values, other.values[:, :, :held])
+    generated = model.generate(ids, attention_mask=mask, cache=second, max_new_tokens=8, do_sample=False)
+    assert generated.shape[1] == 158
+    assert second.content_keys(0)[: held // 16 - pads[0] // 16 - 1] == first.content_keys(0)[: held // 16 - pads[0] // 16 - 1]
+    assert store.check() == []
+
+
+def test_every_part_of_the_key_counts():
+    """Case 34: change one thing, and nothing is found."""
+    model, ids = tiny(), prompt(100)
+    kvquant.enable(model)
+    store = TieredStore("1MiB", "4MiB", staging="64KiB")
+    cache = KVQuantCache.for_model(model, policy(), store=store)
+    feed(model, cache, ids, 100)
+    assert cache.share()
+
+    def found(model=model, ids=ids, given=policy(), **more):
+        return KVQuantCache.for_model(model, given, store=store, **more).reuse(ids)
+
+    assert found() == 80
+    assert found(tenant="b") == found(adapter="lora") == 0
+    other = ids.clone()
+    other[0, 40] += 1
+    assert found(ids=other) == 32
+    for change in ("int3", "int8"):
+        assert found(given=PrecisionPolicy.from_yaml(POLICY.format(when="seal").replace("int4", change))) == 0
+    assert found(given=PrecisionPolicy.from_yaml(POLICY.format(when="seal").replace("group: 16", "group: 8"))) == 0
+    changed = tiny()
+    with torch.no_grad():
+        next(changed.parameters()).mul_(1.01)
+    assert found(model=changed) == 0
+    assert found(model=tiny().bfloat16()) == 0
+    assert found(model=tiny(rope_parameters={"rope_type": "default", "rope_theta": 9e3})) == 0
+    assert found(given=policy("evict")) == 80  # when blocks are encoded does not change what they are
+
+
+def test_a_lost_block_shortens_the_prefix():
+    model, ids = tiny(), prompt(100)
+    kvquant.enable(model)
+    store = TieredStore("1MiB", "4MiB", staging="64KiB")
+    cache = KVQuantCache.for_model(model, policy(), store=store)
+    feed(model, cache, ids, 100)
+    cache.share()
+    key = cache.content_keys(0)[2]
+    store.delete([found for found in store.keys() if isinstance(found, bytes) and key in found][-1:])
+    second = KVQuantCache.for_model(model, policy(), store=store)
+    assert second.reuse(ids) == 32
+
+
+def test_prefixes_of_hybrid_models_are_refused():
+    store = TieredStore("1MiB")
+    cache = KVQuantCache.for_model(tiny("gemma3"), policy(), store=store)
+    with pytest.raises(UnsupportedError, match="sliding"):
+        cache.share()
+    with pytest.raises(CacheStateError, match="fills an empty cache"):
+        used = KVQuantCache.for_model(model := tiny(), policy(), store=store)
+        feed(model, used, prompt(40), 40)
+        used.reuse(prompt(40))
