@@ -156,6 +156,7 @@ class Index:
         uri = f"{path.absolute().as_uri()}?mode={'ro' if self._read_only else 'rw'}"
         db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5)
         try:
+            db.text_factory = bytes  # what should be text need not be UTF-8
             db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 20)
             # A mapped file that is cut short would end the process.
             for pragma in ("trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0"):
@@ -171,7 +172,7 @@ class Index:
                     db.execute(f"PRAGMA user_version={VERSION}")
                     db.execute("COMMIT")
                     return db
-            if version != VERSION or schema != [(_SCHEMA,)]:
+            if version != VERSION or schema != [(_SCHEMA.encode(),)]:
                 raise _OtherVersionError(
                     f"version {version} of the index, or another table; this release has {VERSION}"
                 )
