@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sqlite3
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +27,7 @@ from ..errors import KVQuantWarning, StoreError, shown
 from .base import ALIGNMENT, Key, StoreStats, as_payload, key_bytes
 from .counts import Counts
 from .files import Files, Folder
-from .index import Index
+from .index import FAILURES, Index
 from .ledger import Ledger
 from .slab import Entry, Slab, as_rows
 from .staged import Staged
@@ -268,7 +267,7 @@ class DiskStore:
             self._ledger.shrink()
             with self._writing():
                 self._slab.shrink(self._table.end())
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, *FAILURES) as error:
             raise StoreError(f"{self.path}: {error}; allowed: a folder that can be written to") from error
         return max(before - self._folder.footprint(), 0)
 
@@ -360,7 +359,7 @@ class DiskStore:
             self._table = Table(max(self._slab.size + ALIGNMENT - 1, ALIGNMENT))
             restore(self._table, self._slab, self._index.load()[0], move=False)
             self._version = version
-        except (OSError, sqlite3.Error):
+        except (OSError, *FAILURES):
             self._counts.faults["index"] += 1
 
     @contextlib.contextmanager

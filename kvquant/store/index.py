@@ -41,6 +41,7 @@ _SELECT = (
 )
 _LAST_TURN = 1 << 62
 _NUMBERS = struct.Struct("<QQBQ")
+FAILURES = (sqlite3.Error, UnicodeError)  # the latter where SQLite's message quotes a damaged file
 # Errors of the machine, not of the file: it may be as good as ever.
 _ELSEWHERE = {
     sqlite3.SQLITE_BUSY,
@@ -82,7 +83,7 @@ class Row(NamedTuple):
 class Index:
     """The rows. Not for several threads at a time. ``holds`` says that payloads are there, so an empty file is odd.
 
-    Methods raise `sqlite3.Error`; after one of which `damaged` says so, `rebuild` puts an empty file in its place.
+    Methods raise `FAILURES`; after one of which `damaged` says so, `rebuild` puts an empty file in its place.
     """
 
     def __init__(self, folder: Path, *, read_only: bool, holds: bool = False) -> None:
@@ -94,7 +95,7 @@ class Index:
         try:
             self._db = self._opened(holds)
             self._loaded = self._load()
-        except (sqlite3.Error, _OtherVersionError) as error:
+        except (*FAILURES, _OtherVersionError) as error:
             if read_only or not damaged(error):
                 raise StoreError(f"{folder / NAME}: {error}; allowed: an index this release can read") from error
             self._start_empty(error)
@@ -116,7 +117,7 @@ class Index:
             )
             self._db.execute("COMMIT")
         except BaseException:
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(*FAILURES):
                 self._db.execute("ROLLBACK")
             raise
 
@@ -126,7 +127,7 @@ class Index:
 
     def rebuild(self, error: Exception) -> None:
         """Move the damaged file aside and begin an empty one; `StoreError` if that fails too."""
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(*FAILURES):
             self._db.close()
         self._start_empty(error)
 
@@ -191,7 +192,7 @@ class Index:
                 if row.valid() and row.seal() == seal:
                     rows.append(row)
         finally:
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(*FAILURES):
                 self._db.execute("COMMIT")
         rows.sort(key=lambda row: row.turn)
         return rows, count - len(rows)
@@ -206,7 +207,7 @@ class Index:
             for name in (f"{NAME}-wal", f"{NAME}-shm"):
                 (self._folder / name).unlink(missing_ok=True)
             self._db = self._opened()
-        except (OSError, sqlite3.Error) as failure:
+        except (OSError, *FAILURES) as failure:
             raise StoreError(f"{path}: cannot begin a new index ({failure}); allowed: a writable folder") from failure
         self._loaded = None
         self._moved = f"{path}: the index is damaged or of another release ({error}); moved aside, and begun anew"
@@ -218,8 +219,10 @@ class _OtherVersionError(Exception):
 
 def damaged(error: Exception) -> bool:
     """Whether an error says that the file is not what was written, rather than that the machine lacks something."""
-    code = getattr(error, "sqlite_errorcode", None)
-    return isinstance(error, sqlite3.DatabaseError | _OtherVersionError) and (code or 0) & 0xFF not in _ELSEWHERE
+    code = getattr(error, "sqlite_errorcode", None) or 0
+    return (
+        isinstance(error, sqlite3.DatabaseError | UnicodeError | _OtherVersionError) and code & 0xFF not in _ELSEWHERE
+    )
 
 
 def _refuse_links(path: Path) -> None:

@@ -219,7 +219,13 @@ def _behind(buffers: Buffers, nbytes: int) -> Buffers:
 def as_rows(name: str, given: Tensor, rows: int) -> Tensor:
     """What a user gave as rows of payloads, checked. Raises `StoreError`."""
     shape = tuple(given.shape) if isinstance(given, Tensor) else None
-    if shape is None or given.dtype != torch.uint8 or given.is_cuda or len(shape) != 2 or shape[0] != rows:
+    if (
+        shape is None
+        or given.dtype != torch.uint8
+        or given.device.type != "cpu"
+        or len(shape) != 2
+        or shape[0] != rows
+    ):
         what = f"{given.dtype} {shape} on {given.device}" if isinstance(given, Tensor) else shown(given)
         raise StoreError(f"{name} {what}; allowed: uint8 [{rows}, nbytes] on the CPU, a row for every key")
     if not shape[1]:
