@@ -136,7 +136,7 @@ class DiskStore:
     def get(self, key: Key) -> Tensor | None:
         """A copy of the payload, verified, or None."""
         with self._lock:
-            entry = self._found(key)
+            entry = self._begin().find(key)
             if entry is None:
                 self._counts.misses += 1
                 return None
@@ -175,18 +175,12 @@ class DiskStore:
             return [entry is not None for entry in wanted]
         return [entry is not None and row not in wrong for row, entry in enumerate(wanted)]
 
-    def _found(self, key: Key) -> Entry | None:
-        entry = self._begin().entries.get(key)
-        if entry is None:
-            key_bytes(key)  # raises for what is no key
-        return entry
-
     # The rest of the protocol
 
     def locate(self, key: Key) -> tuple[int, int] | None:
         """A payload's size in bytes and its tag, or None."""
         with self._lock:
-            entry = self._found(key)
+            entry = self._begin().find(key)
             return (entry.nbytes, entry.tag) if entry else None
 
     def tag(self, key: Key) -> int | None:
@@ -198,7 +192,7 @@ class DiskStore:
         """Have the system read what will be asked for soon."""
         with self._transfer():
             with self._lock:
-                places = [(e.at, e.at + e.nbytes) for key in keys if (e := self._found(key))]
+                places = [(e.at, e.at + e.nbytes) for key in keys if (e := self._begin().find(key))]
             for at, end in places:
                 self._slab.advise(at, end)
 

@@ -34,9 +34,9 @@ class Table:
         Where there is none beside them, what has these keys leaves first, then the least recently used. ``grow`` is
         told how far the slab must reach.
         """
+        seeds = [seed_of(key, tag) for key in keys]
         if len(set(keys)) < len(keys):
             raise StoreError(f"keys {shown(list(keys))}: one is given twice; allowed: each once")
-        seeds = [seed_of(key, tag) for key in keys]
         leaving = self._free(keys, nbytes)
         places: list[int] = []
         try:
@@ -97,18 +97,23 @@ class Table:
         if entry and self.entries.get(entry.key) is entry:
             self.remove(entry.key)
 
+    def find(self, key: Key) -> Entry | None:
+        """What is there under a key. Raises `StoreError` for what is no key."""
+        try:
+            entry = self.entries.get(key)
+        except TypeError:  # it cannot be hashed
+            entry = None
+        if entry is None:
+            key_bytes(key)
+        return entry
+
     def pin(self, keys: Iterable[Key]) -> list[Entry | None]:
         """Have what is there keep its room, most recently used from now on."""
-        entries = self.entries
-        found = []
-        for key in keys:
-            entry = entries.get(key)
+        found = [self.find(key) for key in keys]  # all, before the first has a pin
+        for entry in found:
             if entry is not None:
                 entry.pins += 1
-                entries.move_to_end(key)
-            else:
-                key_bytes(key)  # raises for what is no key
-            found.append(entry)
+                self.entries.move_to_end(entry.key)
         return found
 
     def unpin(self, entries: Iterable[Entry | None]) -> None:

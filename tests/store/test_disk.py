@@ -392,20 +392,22 @@ def test_a_budget_that_holds_nothing_is_refused(tmp_path, budget):
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("key", ["a", 1, None, b"", bytes(513), (1, 2, 3)])
+@pytest.mark.parametrize("key", ["a", 1, None, b"", bytes(513), (1, 2, 3), []])
 def test_what_is_no_key_is_refused(disk, key):
     store = disk()
     out = torch.zeros(1, 10, dtype=torch.uint8)
+    store.put(b"before", out[0])
     for call in (
         lambda: store.put(key, out[0]),
         lambda: store.get(key),
         lambda: store.read([key], out),
         lambda: store.locate(key),
         lambda: store.delete([key]),
-        lambda: store.pin([key]).__enter__(),
+        lambda: store.pin([b"before", key]).__enter__(),
     ):
         with pytest.raises(StoreError, match="key"):
             call()
+    assert store.stats().pinned == 0
 
 
 def test_what_is_no_payload_is_refused(disk):
