@@ -36,8 +36,11 @@ def test_ranges_never_overlap_and_all_bytes_are_accounted_for(steps, alignment):
             if action == "part" and whole > alignment:
                 taken[start + alignment] = whole - alignment
                 whole = alignment
-            allocator.free(start, whole)
+            joined = allocator.free(start, whole)
             free |= set(range(start, start + whole))
+            assert set(range(*joined)) <= free
+            assert not {joined[0] - 1, joined[1]} & free
+            assert joined[0] <= start < joined[1]
         else:
             wanted = at // alignment * alignment
             if action == "claim":
@@ -55,6 +58,7 @@ def test_ranges_never_overlap_and_all_bytes_are_accounted_for(steps, alignment):
                 taken[start] = size
         assert allocator.used == sum(taken.values()) == allocator.capacity - len(free)
         assert allocator.largest == longest()
+        assert bool(allocator.slots(at + 1)) == (longest() >= allocator.size(at + 1))
 
 
 def test_what_is_given_back_is_one_piece_again():
@@ -63,6 +67,8 @@ def test_what_is_given_back_is_one_piece_again():
     assert allocator.allocate(1) is None
     for place in places[::2] + places[1::2]:
         allocator.free(place, 64)
+        assert allocator.slots(64) == allocator.slots(1) == (allocator.capacity - allocator.used) // 64
+    assert allocator.slots(128) == 5
     assert allocator.allocate(640) == 0
 
 

@@ -212,7 +212,10 @@ def test_a_shared_prefix_is_not_read_again(family, when, pads):
         assert torch.equal(layer.values, other.values[:, :, :held])
     generated = model.generate(ids, attention_mask=mask, cache=second, max_new_tokens=8, do_sample=False)
     assert generated.shape[1] == 158
-    assert second.content_keys(0)[: held // 16 - pads[0] // 16 - 1] == first.content_keys(0)[: held // 16 - pads[0] // 16 - 1]
+    assert (
+        second.content_keys(0)[: held // 16 - pads[0] // 16 - 1]
+        == first.content_keys(0)[: held // 16 - pads[0] // 16 - 1]
+    )
     assert store.check() == []
 
 

@@ -25,11 +25,15 @@ class Counts:
 
     def got(self, entries: Sequence[Entry | None], wrong: Mapping[int, str]) -> None:
         """Count a read of entries, of which those in ``wrong``, by place, were damaged."""
-        served = [entry.nbytes for row, entry in enumerate(entries) if entry and row not in wrong]
-        self.hits += len(served)
-        self.misses += len(entries) - len(served)
-        self.read += sum(served)
-        self.faults.update(wrong.values())
+        served = [entry.nbytes for entry in entries if entry is not None]
+        hits, nbytes = len(served), sum(served)
+        for row, fault in wrong.items():
+            entry = entries[row]
+            hits, nbytes = hits - 1, nbytes - (entry.nbytes if entry else 0)
+            self.faults[fault] += 1
+        self.hits += hits
+        self.misses += len(entries) - hits
+        self.read += nbytes
 
     def refused(self, error: BaseException) -> None:
         """Count what the device did not do; what the budget does not allow is no fault."""

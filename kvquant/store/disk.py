@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sqlite3
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +27,7 @@ from ..errors import KVQuantWarning, StoreError, shown
 from .base import ALIGNMENT, Key, StoreStats, as_payload, key_bytes
 from .counts import Counts
 from .files import Files, Folder
-from .index import Index
+from .index import FAILURES, Index
 from .ledger import Ledger
 from .slab import Entry, Slab, as_rows
 from .staged import Staged
@@ -87,23 +86,28 @@ class DiskStore:
         """Store a payload, uint8 ``[nbytes]`` on any device; see `write`."""
         self.write([key], as_payload(payload).detach().cpu().unsqueeze(0), tag)
 
-    def write(self, keys: Sequence[Key], payloads: Tensor, tag: int = 0) -> None:
+    def write(self, keys: Sequence[Key], payloads: Tensor, tag: int = 0, *, kept: bool = False) -> None:
         """Store payloads, uint8 ``[keys, nbytes]`` on the CPU, side by side where there is room, in a call a range.
 
-        Raises `StoreFullError` where the budget or the device has no room, `StoreError` for other failures; nothing
+        Those that are ``kept`` leave for no others, only when they are deleted or replaced. Raises `StoreFullError` where the budget or the device has no room, `StoreError` for other failures; nothing
         is stored then.
         """
         payloads = as_rows("payloads", payloads, len(keys))
         if not len(keys):
             return
-        entries = self._reserve(keys, payloads.shape[1], tag)
+        entries = self._reserve(keys, payloads.shape[1], tag, kept)
         self._commit(entries, payloads if payloads.stride(1) == 1 else payloads.contiguous())
 
-    def _reserve(self, keys: Sequence[Key], nbytes: int, tag: int) -> list[Entry]:
+    def fits(self, count: int, nbytes: int) -> bool:
+        """Whether so many payloads would find room, were all gone that may leave."""
+        with self._lock:
+            return self._begin().fits(count, nbytes)
+
+    def _reserve(self, keys: Sequence[Key], nbytes: int, tag: int, kept: bool = False) -> list[Entry]:
         if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag <= 255:
             raise StoreError(f"tag {shown(tag)}; allowed: 0 to 255")
         with self._writing():
-            return self._table.reserve(keys, nbytes, tag, self._grow)
+            return self._table.reserve(keys, nbytes, tag, kept, self._grow)
 
     def _commit(self, entries: list[Entry], payloads: Tensor) -> None:
         """Write what was reserved and let it be found; gives the room back and raises `StoreError` if that fails."""
@@ -137,7 +141,7 @@ class DiskStore:
     def get(self, key: Key) -> Tensor | None:
         """A copy of the payload, verified, or None."""
         with self._lock:
-            entry = self._found(key)
+            entry = self._begin().find(key)
             if entry is None:
                 self._counts.misses += 1
                 return None
@@ -155,6 +159,8 @@ class DiskStore:
         if not out.is_contiguous():
             raise StoreError(f"out of strides {out.stride()}; allowed: a contiguous tensor")
         nbytes = out.shape[1]
+        if not len(keys):
+            return []
         with self._lock:
             table = self._begin()
             found = table.pin(keys)
@@ -174,18 +180,12 @@ class DiskStore:
             return [entry is not None for entry in wanted]
         return [entry is not None and row not in wrong for row, entry in enumerate(wanted)]
 
-    def _found(self, key: Key) -> Entry | None:
-        entry = self._begin().entries.get(key)
-        if entry is None:
-            key_bytes(key)  # raises for what is no key
-        return entry
-
     # The rest of the protocol
 
     def locate(self, key: Key) -> tuple[int, int] | None:
         """A payload's size in bytes and its tag, or None."""
         with self._lock:
-            entry = self._found(key)
+            entry = self._begin().find(key)
             return (entry.nbytes, entry.tag) if entry else None
 
     def tag(self, key: Key) -> int | None:
@@ -197,14 +197,13 @@ class DiskStore:
         """Have the system read what will be asked for soon."""
         with self._transfer():
             with self._lock:
-                places = [(e.at, e.at + e.nbytes) for key in keys if (e := self._found(key))]
-            for at, end in places:
-                self._slab.advise(at, end)
+                found = [entry for key in keys if (entry := self._begin().find(key))]
+            self._slab.expect(found)
 
     def is_warm(self, key: Key) -> bool:
         """Whether the system has read a payload's last byte already, or can't tell."""
         with self._lock:
-            entry = self._found(key)
+            entry = self._begin().find(key)
             return entry is None or self._slab.is_warm(entry.at + entry.nbytes - 1)
 
     @contextlib.contextmanager
@@ -272,7 +271,7 @@ class DiskStore:
             self._ledger.shrink()
             with self._writing():
                 self._slab.shrink(self._table.end())
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, *FAILURES) as error:
             raise StoreError(f"{self.path}: {error}; allowed: a folder that can be written to") from error
         return max(before - self._folder.footprint(), 0)
 
@@ -364,7 +363,7 @@ class DiskStore:
             self._table = Table(max(self._slab.size + ALIGNMENT - 1, ALIGNMENT))
             restore(self._table, self._slab, self._index.load()[0], move=False)
             self._version = version
-        except (OSError, sqlite3.Error):
+        except (OSError, *FAILURES):
             self._counts.faults["index"] += 1
 
     @contextlib.contextmanager

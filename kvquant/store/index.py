@@ -23,6 +23,7 @@ import xxhash
 
 from ..errors import KVQuantWarning, StoreError
 from .base import ALIGNMENT, MAX_KEY
+from .slab import Entry
 
 NAME = "index.db"
 VERSION = 1
@@ -40,7 +41,9 @@ _SELECT = (
     f"length(checksum) = {CHECKSUM} AND typeof(seal) = 'blob' AND length(seal) = 8"
 )
 _LAST_TURN = 1 << 62
-_NUMBERS = struct.Struct("<QQBQ")
+_KEPT = 1 << 8  # beside a row's tag: the payload leaves for no other
+_NUMBERS = struct.Struct("<QQHQ")
+FAILURES = (sqlite3.Error, UnicodeError)  # the latter where SQLite's message quotes a damaged file
 # Errors of the machine, not of the file: it may be as good as ever.
 _ELSEWHERE = {
     sqlite3.SQLITE_BUSY,
@@ -59,13 +62,28 @@ class Row(NamedTuple):
     key: bytes
     at: int
     nbytes: int
-    tag: int
+    tagged: int  # the tag, and `_KEPT`
     turn: int
     checksum: bytes
 
+    @property
+    def tag(self) -> int:
+        """What it was put with."""
+        return self.tagged % _KEPT
+
+    @property
+    def kept(self) -> bool:
+        """Whether it leaves for no other."""
+        return self.tagged >= _KEPT
+
+    @classmethod
+    def of(cls, key: bytes, entry: Entry) -> Row:
+        """What the index has of an entry."""
+        return cls(key, entry.at, entry.nbytes, entry.tag + _KEPT * entry.kept, entry.turn, entry.checksum)
+
     def seal(self) -> bytes:
         """Checksum of the row itself."""
-        numbers = _NUMBERS.pack(self.at, self.nbytes, self.tag, self.turn)
+        numbers = _NUMBERS.pack(self.at, self.nbytes, self.tagged, self.turn)
         return xxhash.xxh3_64_digest(numbers + self.checksum + self.key)
 
     def valid(self) -> bool:
@@ -74,7 +92,7 @@ class Row(NamedTuple):
             0 <= self.at < _LAST_TURN
             and self.at % ALIGNMENT == 0
             and 0 < self.nbytes < _LAST_TURN
-            and 0 <= self.tag <= 255
+            and 0 <= self.tagged < 2 * _KEPT
             and 0 <= self.turn < _LAST_TURN
         )
 
@@ -82,7 +100,7 @@ class Row(NamedTuple):
 class Index:
     """The rows. Not for several threads at a time. ``holds`` says that payloads are there, so an empty file is odd.
 
-    Methods raise `sqlite3.Error`; after one of which `damaged` says so, `rebuild` puts an empty file in its place.
+    Methods raise `FAILURES`; after one of which `damaged` says so, `rebuild` puts an empty file in its place.
     """
 
     def __init__(self, folder: Path, *, read_only: bool, holds: bool = False) -> None:
@@ -94,7 +112,7 @@ class Index:
         try:
             self._db = self._opened(holds)
             self._loaded = self._load()
-        except (sqlite3.Error, _OtherVersionError) as error:
+        except (*FAILURES, _OtherVersionError) as error:
             if read_only or not damaged(error):
                 raise StoreError(f"{folder / NAME}: {error}; allowed: an index this release can read") from error
             self._start_empty(error)
@@ -116,7 +134,7 @@ class Index:
             )
             self._db.execute("COMMIT")
         except BaseException:
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(*FAILURES):
                 self._db.execute("ROLLBACK")
             raise
 
@@ -126,7 +144,7 @@ class Index:
 
     def rebuild(self, error: Exception) -> None:
         """Move the damaged file aside and begin an empty one; `StoreError` if that fails too."""
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(*FAILURES):
             self._db.close()
         self._start_empty(error)
 
@@ -156,6 +174,7 @@ class Index:
         uri = f"{path.absolute().as_uri()}?mode={'ro' if self._read_only else 'rw'}"
         db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5)
         try:
+            db.text_factory = bytes  # what should be text need not be UTF-8
             db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 20)
             # A mapped file that is cut short would end the process.
             for pragma in ("trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0"):
@@ -171,7 +190,7 @@ class Index:
                     db.execute(f"PRAGMA user_version={VERSION}")
                     db.execute("COMMIT")
                     return db
-            if version != VERSION or schema != [(_SCHEMA,)]:
+            if version != VERSION or schema != [(_SCHEMA.encode(),)]:
                 raise _OtherVersionError(
                     f"version {version} of the index, or another table; this release has {VERSION}"
                 )
@@ -190,7 +209,7 @@ class Index:
                 if row.valid() and row.seal() == seal:
                     rows.append(row)
         finally:
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(*FAILURES):
                 self._db.execute("COMMIT")
         rows.sort(key=lambda row: row.turn)
         return rows, count - len(rows)
@@ -205,7 +224,7 @@ class Index:
             for name in (f"{NAME}-wal", f"{NAME}-shm"):
                 (self._folder / name).unlink(missing_ok=True)
             self._db = self._opened()
-        except (OSError, sqlite3.Error) as failure:
+        except (OSError, *FAILURES) as failure:
             raise StoreError(f"{path}: cannot begin a new index ({failure}); allowed: a writable folder") from failure
         self._loaded = None
         self._moved = f"{path}: the index is damaged or of another release ({error}); moved aside, and begun anew"
@@ -217,8 +236,10 @@ class _OtherVersionError(Exception):
 
 def damaged(error: Exception) -> bool:
     """Whether an error says that the file is not what was written, rather than that the machine lacks something."""
-    code = getattr(error, "sqlite_errorcode", None)
-    return isinstance(error, sqlite3.DatabaseError | _OtherVersionError) and (code or 0) & 0xFF not in _ELSEWHERE
+    code = getattr(error, "sqlite_errorcode", None) or 0
+    return (
+        isinstance(error, sqlite3.DatabaseError | UnicodeError | _OtherVersionError) and code & 0xFF not in _ELSEWHERE
+    )
 
 
 def _refuse_links(path: Path) -> None:

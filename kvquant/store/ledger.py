@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 from collections import Counter
 
 from ..errors import StoreError
-from .index import Index, Row, damaged
+from .index import FAILURES, Index, Row, damaged
 from .slab import Entry
 from .table import Table
 
@@ -59,7 +58,7 @@ class Ledger:
                 with self._lock:
                     self._table.changed = {**changed, **self._table.changed}
                     self._faults["index"] += 1
-                if not isinstance(error, sqlite3.Error):
+                if not isinstance(error, FAILURES):
                     raise
                 if anew or not damaged(error):
                     return str(error)
@@ -94,7 +93,7 @@ class Ledger:
                 expected -= {row_of(entry) for entry in self._table.changed.values() if entry}
                 try:
                     rows, others = self._index.load()
-                except sqlite3.Error as error:
+                except FAILURES as error:
                     return [f"index: {error}"]
                 gone = {key for key, entry in self._table.changed.items() if entry is None}
         found = {row for row in rows if row.key not in gone}
@@ -106,11 +105,11 @@ class Ledger:
         return lines
 
     def shrink(self) -> None:
-        """Give the index's free pages back, and remove damaged ones. Raises `sqlite3.Error` or `OSError`."""
+        """Give the index's free pages back, and remove damaged ones. Raises `FAILURES` or `OSError`."""
         with self._own:
             self._index.shrink()
 
-    def _rebuild(self, error: sqlite3.Error) -> str | None:
+    def _rebuild(self, error: Exception) -> str | None:
         try:
             self._index.rebuild(error)
         except StoreError as failure:
@@ -121,4 +120,4 @@ class Ledger:
 def row_of(entry: Entry) -> Row:
     """What the index has of an entry whose key is bytes."""
     assert isinstance(entry.key, bytes)
-    return Row(entry.key, entry.at, entry.nbytes, entry.tag, entry.turn, entry.checksum)
+    return Row.of(entry.key, entry)

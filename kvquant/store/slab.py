@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,8 @@ from .files import Buffers, Folder
 
 NAME = "blocks-0000.slab"
 STEP = 16 << 20  # bytes it grows by; less only where the budget ends
+_digest = xxhash.xxh3_128_digest  # lets other threads run while it works through something long
+_SPLIT = 512 << 10  # bytes from which on two threads read: whoever asks waits for them, so a core is idle
 _MAX_ROWS = 512  # of one call, each with a gap behind it: the system takes 1024 buffers
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -33,7 +36,10 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A payload's place. ``gone``: nobody finds it any more, but while it has pins its room is not given back."""
+    """A payload's place. ``gone``: nobody finds it any more, but while it has pins its room is not given back.
+
+    One that is ``kept`` leaves for no other.
+    """
 
     key: Key
     at: int
@@ -42,6 +48,7 @@ class Entry:
     seed: int
     checksum: bytes = b""
     turn: int = 0
+    kept: bool = False
     pins: int = 0
     gone: bool = False
 
@@ -58,6 +65,7 @@ class Slab:
         self._files, self._path, self.capacity = folder.files, folder.path / NAME, capacity
         self._file = folder.open(NAME)
         self.size = self._files.size(self._file)
+        self._helper = ThreadPoolExecutor(1, "kvquant-slab")  # starts its thread when it is first needed
 
     def grow(self, end: int) -> None:
         """Have it reach to ``end``. Raises `StoreFullError` where the device has no room for that."""
@@ -90,11 +98,11 @@ class Slab:
         """
         rows = Rows(payloads)
         for row, entry in enumerate(entries):
-            entry.checksum = xxhash.xxh3_128_digest(rows[row], entry.seed)
+            entry.checksum = _digest(rows.views[row], entry.seed)
         for run in _runs([(entry.at, row, entry) for row, entry in enumerate(entries)]):
-            buffers = rows.buffers(run, bytes(ALIGNMENT))
+            buffers, total = rows.buffers(run, bytes(ALIGNMENT))
             try:
-                if _moved(self._files.pwritev, self._file, buffers, run[0][0]) < sum(map(len, buffers)):
+                if _moved(self._files.pwritev, self._file, buffers, run[0][0], total) < total:
                     raise OSError(errno.EIO, "the file takes no more bytes")
             except OSError as error:
                 raise self._refused("write", error) from error
@@ -105,16 +113,29 @@ class Slab:
         That is ``"io"``, ``"short read"`` or ``"checksum"``. Rows of no entry stay as they are.
         """
         rows = Rows(out)
+        places = sorted((entry.at, row, entry) for row, entry in enumerate(entries) if entry is not None)
+        if len(places) * rows.nbytes < _SPLIT:
+            return self._read(places, rows)
+        half = len(places) // 2
+        other = self._helper.submit(self._read, places[half:], rows)
+        return self._read(places[:half], rows) | other.result()
+
+    def _read(self, places: Run, rows: Rows) -> dict[int, str]:
         wrong: dict[int, str] = {}
-        runs = list(_runs(sorted([(entry.at, row, entry) for row, entry in enumerate(entries) if entry])))
+        runs = list(_runs(places))
         for ahead, run in enumerate(runs, 1):
             if ahead < len(runs):
                 self.advise(runs[ahead][0][0], runs[ahead][-1][0] + rows.nbytes)
             self._fill(run, rows, wrong)
             for _, row, entry in run:
-                if row not in wrong and xxhash.xxh3_128_digest(rows[row], entry.seed) != entry.checksum:
+                if _digest(rows.views[row], entry.seed) != entry.checksum and row not in wrong:
                     wrong[row] = "checksum"
         return wrong
+
+    def expect(self, entries: Sequence[Entry]) -> None:
+        """Say that entries will be read soon."""
+        for run in _runs(sorted((entry.at, row, entry) for row, entry in enumerate(entries))):
+            self.advise(run[0][0], run[-1][0] + run[-1][2].nbytes)
 
     def advise(self, at: int, end: int) -> None:
         """Say that a range will be read soon."""
@@ -131,13 +152,14 @@ class Slab:
 
     def close(self) -> None:
         """Let go of the file."""
+        self._helper.shutdown()
         self._files.close(self._file)
 
     def _fill(self, run: Run, rows: Rows, wrong: dict[int, str]) -> None:
         """Read a run, and note which rows of it did not come whole."""
-        buffers = rows.buffers(run, bytearray(ALIGNMENT))
+        buffers, total = rows.buffers(run, bytearray(ALIGNMENT))
         try:
-            end = run[0][0] + _moved(self._files.preadv, self._file, buffers, run[0][0])
+            end = run[0][0] + _moved(self._files.preadv, self._file, buffers, run[0][0], total)
         except OSError:
             if len(run) == 1:
                 wrong[run[0][1]] = "io"
@@ -163,26 +185,32 @@ class Rows:
     """The rows of a uint8 tensor ``[rows, nbytes]`` on the CPU, as memory that calls read and write in place."""
 
     def __init__(self, payloads: Tensor) -> None:
-        self.nbytes = payloads.shape[1]
-        self._array = payloads.numpy()
-        self._flat: memoryview | None = self._array.data.cast("B") if payloads.is_contiguous() else None
-
-    def __getitem__(self, row: int) -> memoryview:
+        count, nbytes = payloads.shape
+        array = payloads.numpy()
+        self.nbytes, self._gap = nbytes, -nbytes % ALIGNMENT
+        self._flat: memoryview | None = array.data.cast("B") if payloads.is_contiguous() else None
         if self._flat is None:
-            return memoryview(self._array[row].data)
-        return self._flat[row * self.nbytes : (row + 1) * self.nbytes]
+            self.views = [row.data for row in array]
+        else:
+            flat = self._flat
+            self.views = [flat[at : at + nbytes] for at in range(0, count * nbytes, nbytes)]
 
-    def buffers(self, run: Run, gap: bytes | bytearray) -> Buffers:
-        """What a run's bytes come from or go to: one buffer where the rows lie as the places do.
+    def buffers(self, run: Run, gap: bytes | bytearray) -> tuple[Buffers, int]:
+        """What a run's bytes come from or go to, and how many those are: one buffer where rows lie as places do.
 
         Else it is one for each row and each gap between places; a gap's bytes belong to nobody.
         """
-        space = memoryview(gap)[: -self.nbytes % ALIGNMENT]
-        first = run[0][1]
-        if self._flat is not None and not space and all(row == first + n for n, (_, row, _) in enumerate(run)):
-            return [self._flat[first * self.nbytes : (first + len(run)) * self.nbytes]]
-        pairs = [(self[row], space) for _, row, _ in run]
-        return [buffer for pair in pairs for buffer in pair if len(buffer)][: -1 if space else None]
+        first, count = run[0][1], len(run)
+        total = count * (self.nbytes + self._gap) - self._gap
+        views = [self.views[row] for _, row, _ in run]
+        if count == 1:
+            return views, total
+        if self._gap:
+            space = memoryview(gap)[: self._gap]
+            return [buffer for view in views for buffer in (view, space)][:-1], total
+        if self._flat is not None and [row for _, row, _ in run] == list(range(first, first + count)):
+            return [self._flat[first * self.nbytes : (first + count) * self.nbytes]], total
+        return views, total
 
 
 def _runs(places: Run) -> Iterator[Run]:
@@ -197,9 +225,8 @@ def _runs(places: Run) -> Iterator[Run]:
         yield places[start:]
 
 
-def _moved(call: Callable[[int, Buffers, int], int], file: int, buffers: Buffers, at: int) -> int:
-    """Call until everything has moved or nothing more does; how many bytes did."""
-    left = sum(map(len, buffers))
+def _moved(call: Callable[[int, Buffers, int], int], file: int, buffers: Buffers, at: int, left: int) -> int:
+    """Call until all ``left`` bytes of the buffers have moved or nothing more does; how many did."""
     moved = 0
     while left:
         step = call(file, buffers, at + moved)
@@ -223,7 +250,13 @@ def _behind(buffers: Buffers, nbytes: int) -> Buffers:
 def as_rows(name: str, given: Tensor, rows: int) -> Tensor:
     """What a user gave as rows of payloads, checked. Raises `StoreError`."""
     shape = tuple(given.shape) if isinstance(given, Tensor) else None
-    if shape is None or given.dtype != torch.uint8 or given.is_cuda or len(shape) != 2 or shape[0] != rows:
+    if (
+        shape is None
+        or given.dtype != torch.uint8
+        or given.device.type != "cpu"
+        or len(shape) != 2
+        or shape[0] != rows
+    ):
         what = f"{given.dtype} {shape} on {given.device}" if isinstance(given, Tensor) else shown(given)
         raise StoreError(f"{name} {what}; allowed: uint8 [{rows}, nbytes] on the CPU, a row for every key")
     if not shape[1]:

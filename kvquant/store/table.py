@@ -25,18 +25,20 @@ class Table:
         self.allocator = Allocator(capacity, ALIGNMENT)
         self.aside: dict[int, Entry] = {}
         self.changed: dict[bytes, Entry | None] = {}
-        self.evicted = self._turn = 0
+        self.evicted = self.kept = self._turn = 0  # ``kept``: bytes that leave for no other
         self._sequences: dict[int, dict[BlockKey, None]] = {}
 
-    def reserve(self, keys: Sequence[Key], nbytes: int, tag: int, grow: Callable[[int], None]) -> list[Entry]:
+    def reserve(
+        self, keys: Sequence[Key], nbytes: int, tag: int, kept: bool, grow: Callable[[int], None]
+    ) -> list[Entry]:
         """Room for every key, in as few ranges as can be, seen by nobody; `StoreError`, and nothing changed, if not.
 
         Where there is none beside them, what has these keys leaves first, then the least recently used. ``grow`` is
         told how far the slab must reach.
         """
+        seeds = [seed_of(key, tag) for key in keys]
         if len(set(keys)) < len(keys):
             raise StoreError(f"keys {shown(list(keys))}: one is given twice; allowed: each once")
-        seeds = [seed_of(key, tag) for key in keys]
         leaving = self._free(keys, nbytes)
         places: list[int] = []
         try:
@@ -52,9 +54,15 @@ class Table:
         for entry in leaving:
             self._forget(entry)
             self.evicted += entry.key not in replaced
-        reserved = [Entry(key, at, nbytes, tag, seed) for key, at, seed in zip(keys, places, seeds, strict=True)]
+        reserved = [
+            Entry(key, at, nbytes, tag, seed, kept=kept) for key, at, seed in zip(keys, places, seeds, strict=True)
+        ]
         self.aside.update((entry.at, entry) for entry in reserved)
         return reserved
+
+    def fits(self, count: int, nbytes: int) -> bool:
+        """Whether `reserve` would find room, were all that may leave gone."""
+        return count * self.allocator.size(nbytes) <= self.allocator.capacity - self.kept
 
     def publish(self, entries: Iterable[Entry]) -> None:
         """Let reserved entries be found, instead of what had their keys."""
@@ -69,6 +77,7 @@ class Table:
     def add(self, entry: Entry) -> None:
         """Let an entry be found whose room is taken."""
         self.entries[entry.key] = entry
+        self.kept += entry.kept * self.allocator.size(entry.nbytes)
         self._turn = max(self._turn, entry.turn + 1)
         if isinstance(entry.key, BlockKey):
             self._sequences.setdefault(entry.key.sequence, {})[entry.key] = None
@@ -97,18 +106,23 @@ class Table:
         if entry and self.entries.get(entry.key) is entry:
             self.remove(entry.key)
 
+    def find(self, key: Key) -> Entry | None:
+        """What is there under a key. Raises `StoreError` for what is no key."""
+        try:
+            entry = self.entries.get(key)
+        except TypeError:  # it cannot be hashed
+            entry = None
+        if entry is None:
+            key_bytes(key)
+        return entry
+
     def pin(self, keys: Iterable[Key]) -> list[Entry | None]:
         """Have what is there keep its room, most recently used from now on."""
-        entries = self.entries
-        found = []
-        for key in keys:
-            entry = entries.get(key)
+        found = [self.find(key) for key in keys]  # all, before the first has a pin
+        for entry in found:
             if entry is not None:
                 entry.pins += 1
-                entries.move_to_end(key)
-            else:
-                key_bytes(key)  # raises for what is no key
-            found.append(entry)
+                self.entries.move_to_end(entry.key)
         return found
 
     def unpin(self, entries: Iterable[Entry | None]) -> None:
@@ -158,7 +172,7 @@ class Table:
             return []
         replaced = set(keys)
         own = (self.entries[key] for key in keys if key in self.entries)
-        others = (entry for key, entry in self.entries.items() if key not in replaced)
+        others = (entry for key, entry in self.entries.items() if not entry.kept and key not in replaced)
         leaving: list[Entry] = []
         for entry in chain(own, others) if need * size <= self.allocator.capacity else ():
             if entry.pins:
@@ -210,6 +224,7 @@ class Table:
     def _forget(self, entry: Entry) -> None:
         key = entry.key
         del self.entries[key]
+        self.kept -= entry.kept * self.allocator.size(entry.nbytes)
         if isinstance(key, bytes):
             self.changed[key] = None
             return

@@ -27,7 +27,7 @@ def restore(table: Table, slab: Slab, rows: Sequence[Row], *, move: bool) -> Cou
     capacity = table.allocator.capacity
     file = Allocator(max(slab.size + ALIGNMENT - 1, capacity), ALIGNMENT)
     room, kept = capacity, []
-    for row in reversed(rows):
+    for row in sorted(reversed(rows), key=lambda row: not row.kept):  # those first that are to stay
         if row.at + row.nbytes > slab.size or not file.claim(row.at, row.nbytes):
             faults["row"] += 1
         elif (size := file.size(row.nbytes)) > room:
@@ -35,8 +35,8 @@ def restore(table: Table, slab: Slab, rows: Sequence[Row], *, move: bool) -> Cou
             table.evicted += 1
         else:
             room -= size
-            key, at, nbytes, tag, turn, checksum = row
-            kept.append(Entry(key, at, nbytes, tag, seed_of(key, tag), checksum, turn))
+            seed = seed_of(row.key, row.tag)
+            kept.append(Entry(row.key, row.at, row.nbytes, row.tag, seed, row.checksum, row.turn, row.kept))
             continue
         table.changed[row.key] = None
     inside = [table.allocator.claim(entry.at, entry.nbytes) for entry in kept]

@@ -119,10 +119,10 @@ def sound(store: DiskStore) -> None:
         ("allocate", errno.EDQUOT, StoreFullError),
     ],
 )
-def test_whichever_write_fails_the_store_stays_sound(tmp_path, call, code, kind, stuck):
+def test_whichever_write_fails_the_store_stays_sound(fast_path, call, code, kind, stuck):
     for at in range(1000):
         files = Faulty(call, at=at + (call == "pwritev"), code=code, stuck=stuck)  # the first is the process's number
-        with DiskStore(tmp_path / f"{at}", 40_000, files=files) as store:
+        with DiskStore(fast_path / f"{at}", 40_000, files=files) as store:
             refused = work(store)
             assert all(type(error) is kind and "\n" not in str(error) for error in refused)
             assert bool(refused) == files.failed
@@ -131,7 +131,7 @@ def test_whichever_write_fails_the_store_stays_sound(tmp_path, call, code, kind,
             files.calls = ()
             assert not work(store)
             assert store.check() == []
-        with DiskStore(tmp_path / f"{at}", 40_000) as store:
+        with DiskStore(fast_path / f"{at}", 40_000) as store:
             sound(store)
             assert store.check() == []
         if not files.failed or (stuck and at > 4):

@@ -19,8 +19,8 @@ INDEX, SLAB = "index.db", "blocks-0000.slab"
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "store"
+def folder(fast_path):
+    return fast_path / "store"
 
 
 @pytest.fixture

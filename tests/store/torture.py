@@ -38,19 +38,19 @@ def deletes(version: int) -> bool:
 
 
 class Shared:
-    """Numbers a child leaves behind when it is killed: by key, what was begun and what has been flushed since."""
+    """Versions a child leaves behind when it is killed: by key, the last that was begun, done, and flushed."""
 
     def __init__(self) -> None:
-        self._map = mmap.mmap(-1, 16 * KEYS)
+        self._map = mmap.mmap(-1, 24 * KEYS)
 
     def get(self, what: int, key: int) -> int:
-        return struct.unpack_from("<q", self._map, 16 * key + 8 * what)[0]
+        return struct.unpack_from("<q", self._map, 24 * key + 8 * what)[0]
 
     def set(self, what: int, key: int, value: int) -> None:
-        struct.pack_into("<q", self._map, 16 * key + 8 * what, value)
+        struct.pack_into("<q", self._map, 24 * key + 8 * what, value)
 
 
-BEGUN, FLUSHED = 0, 1
+BEGUN, DONE, FLUSHED = range(3)
 
 
 def writer(folder: Path, shared: Shared, seed: int) -> None:
@@ -70,9 +70,11 @@ def writer(folder: Path, shared: Shared, seed: int) -> None:
             if there:
                 payloads = torch.stack([fill(key_of(n), versions[n], nbytes) for n in there])
                 store.write([key_of(n) for n in there], payloads, tag=7)
+            for number, version in versions.items():
+                shared.set(DONE, number, version)
         store.flush()
         for number in range(KEYS):
-            shared.set(FLUSHED, number, shared.get(BEGUN, number))
+            shared.set(FLUSHED, number, shared.get(DONE, number))
 
 
 def kills(count: int, seed: int = 0) -> Counter[str]:
@@ -94,21 +96,19 @@ def kills(count: int, seed: int = 0) -> Counter[str]:
             with DiskStore(folder, BUDGET) as store:
                 for number in range(KEYS):
                     key = key_of(number)
-                    payload = store.get(key)
-                    if payload is None:
-                        seen["miss"] += 1
-                        continue
-                    assert isinstance(key, bytes), "a block outlived its process"
-                    version = version_of(key, payload)
-                    assert shared.get(FLUSHED, number) <= version <= shared.get(BEGUN, number)
-                    assert not deletes(version)
-                    assert store.tag(key) == 7
-                    seen["hit"] += 1
+                    payload, version = store.get(key), 0
+                    if payload is not None:
+                        assert isinstance(key, bytes), "a block outlived its process"
+                        version = version_of(key, payload)
+                        assert shared.get(FLUSHED, number) <= version <= shared.get(BEGUN, number)
+                        assert not deletes(version)
+                        assert store.tag(key) == 7
+                    for what in (DONE, FLUSHED):  # that is what the next writer finds
+                        shared.set(what, number, version)
+                    seen["miss" if payload is None else "hit"] += 1
                 seen.update({f"fault: {kind}": n for kind, n in store.stats().faults.items()})
                 assert store.check() == []
                 assert store.stats().used <= BUDGET
-            for number in range(KEYS):  # what is there now is what the next writer begins with
-                shared.set(FLUSHED, number, 0)
     return seen
 
 
