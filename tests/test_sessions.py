@@ -88,7 +88,6 @@ def test_a_session_replaces_another_and_leaves_nothing_of_it(folder):
         cache.save("y")
         assert {(told["name"], *told["tokens"]) for told in sessions.sessions(store)} == {("x", 100), ("y", 200)}
         sessions.delete(store, "y")
-        assert len(store) - len(ids[0]) // 200 == before + 4 * (200 - 100) // 16 - 1 or True
         assert [told["name"] for told in sessions.sessions(store)] == ["x"]
         assert sessions.orphans(store) == []
 
@@ -212,10 +211,8 @@ def test_a_shared_prefix_is_not_read_again(family, when, pads):
         assert torch.equal(layer.values, other.values[:, :, :held])
     generated = model.generate(ids, attention_mask=mask, cache=second, max_new_tokens=8, do_sample=False)
     assert generated.shape[1] == 158
-    assert (
-        second.content_keys(0)[: held // 16 - pads[0] // 16 - 1]
-        == first.content_keys(0)[: held // 16 - pads[0] // 16 - 1]
-    )
+    whole = (held - pads[0]) // 16
+    assert second.content_keys(0)[:whole] == first.content_keys(0)[:whole]
     assert store.check() == []
 
 
@@ -228,8 +225,8 @@ def test_every_part_of_the_key_counts():
     feed(model, cache, ids, 100)
     assert cache.share()
 
-    def found(model=model, ids=ids, given=policy(), **more):
-        return KVQuantCache.for_model(model, given, store=store, **more).reuse(ids)
+    def found(model=model, ids=ids, given=None, **more):
+        return KVQuantCache.for_model(model, given or policy(), store=store, **more).reuse(ids)
 
     assert found() == 80
     assert found(tenant="b") == found(adapter="lora") == 0
@@ -256,7 +253,8 @@ def test_a_lost_block_shortens_the_prefix():
     feed(model, cache, ids, 100)
     cache.share()
     key = cache.content_keys(0)[2]
-    store.delete([found for found in store.keys() if isinstance(found, bytes) and key in found][-1:])
+    known = store.keys()
+    store.delete([found for found in known if isinstance(found, bytes) and key in found][-1:])
     second = KVQuantCache.for_model(model, policy(), store=store)
     assert second.reuse(ids) == 32
 
@@ -266,7 +264,7 @@ def test_prefixes_of_hybrid_models_are_refused():
     cache = KVQuantCache.for_model(tiny("gemma3"), policy(), store=store)
     with pytest.raises(UnsupportedError, match="sliding"):
         cache.share()
+    used = KVQuantCache.for_model(model := tiny(), policy(), store=store)
+    feed(model, used, prompt(40), 40)
     with pytest.raises(CacheStateError, match="fills an empty cache"):
-        used = KVQuantCache.for_model(model := tiny(), policy(), store=store)
-        feed(model, used, prompt(40), 40)
         used.reuse(prompt(40))

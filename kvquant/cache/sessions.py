@@ -100,11 +100,12 @@ def load(
     cache = cls.for_model(
         model, PrecisionPolicy.from_yaml(manifest["policy"]), store=store, tenant=tenant, adapter=adapter
     )
-    for field, now in asdict(cache.identity()).items():
-        if now != manifest["identity"].get(field):
+    told, now = manifest["identity"], asdict(cache.identity())
+    for field in reversed(now):  # what is asked for before what follows from it
+        if now[field] != told.get(field):
             raise StoreError(
-                f"session {shown(name)} was saved with another {field}: {shown(manifest['identity'].get(field))}, "
-                f"now {shown(now)}"
+                f"session {shown(name)} was saved with another {field}: {shown(told.get(field))}, "
+                f"now {shown(now[field])}"
             )
     generation = _generation(manifest)
     try:
@@ -205,7 +206,7 @@ def _save_blocks(cache: KVQuantCache, store: TieredStore, generation: bytes, slo
     exact: dict[str, Any] = {}
     for layer in cache.compressed():
         blocks = blocks_of(layer.held)
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for which, side in zip(("key", "value"), layer.held.sides, strict=True):
             tensors |= {f"{which}.tail.{row}": tail.tokens for row, tail in enumerate(side.tails)}
             tensors |= {f"{which}.sinks.{n}": side.sinks[slot] for n, slot in enumerate(slots) if slot in side.sinks}

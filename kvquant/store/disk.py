@@ -89,8 +89,8 @@ class DiskStore:
     def write(self, keys: Sequence[Key], payloads: Tensor, tag: int = 0, *, kept: bool = False) -> None:
         """Store payloads, uint8 ``[keys, nbytes]`` on the CPU, side by side where there is room, in a call a range.
 
-        Those that are ``kept`` leave for no others, only when they are deleted or replaced. Raises `StoreFullError` where the budget or the device has no room, `StoreError` for other failures; nothing
-        is stored then.
+        Those that are ``kept`` leave for no others, only when they are deleted or replaced. Raises `StoreFullError`
+        where the budget or the device has no room, `StoreError` for other failures; nothing is stored then.
         """
         payloads = as_rows("payloads", payloads, len(keys))
         if not len(keys):

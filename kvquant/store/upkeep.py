@@ -21,13 +21,14 @@ def restore(table: Table, slab: Slab, rows: Sequence[Row], *, move: bool) -> Cou
     """Put rows, least recently put first, into an empty table; what was wrong with others, by kind.
 
     Rows that reach out of the file or into a later one's room are dropped. Where the budget has become smaller the
-    least recently put leave, and what then lies behind its end is moved to free room, if there is some.
+    least recently put leave, those that are kept last, and what then lies behind its end is moved to free room, if
+    there is some.
     """
     faults: Counter[str] = Counter()
     capacity = table.allocator.capacity
     file = Allocator(max(slab.size + ALIGNMENT - 1, capacity), ALIGNMENT)
     room, kept = capacity, []
-    for row in sorted(reversed(rows), key=lambda row: not row.kept):  # those first that are to stay
+    for row in sorted(rows, key=lambda row: (not row.kept, -row.turn)):
         if row.at + row.nbytes > slab.size or not file.claim(row.at, row.nbytes):
             faults["row"] += 1
         elif (size := file.size(row.nbytes)) > room:

@@ -132,7 +132,7 @@ HUGE = (10**18, -64, 10**12, (1 << 63) - 1, -1, 0, 32, "text", None, 1.5, b"blob
 def hostile():
     """Rows that are wrong in one column each, sealed as ours would be where they can be."""
     good = Row(b"row", 0, 300, 3, 99, bytes(16))
-    for column in ("at", "nbytes", "tag", "turn", "checksum", "key"):
+    for column in ("at", "nbytes", "tagged", "turn", "checksum", "key"):
         for value in (*HUGE, bytes(600)):
             row = good._replace(**{column: value})
             try:
@@ -179,7 +179,7 @@ def test_of_rows_that_overlap_the_later_one_stays(folder, payloads):
 def test_a_row_under_another_key_or_tag_is_a_miss(folder, payloads):
     database = sqlite3.connect(folder / INDEX, isolation_level=None)
     rows = [Row(*columns[:6]) for columns in database.execute("SELECT * FROM payloads")]
-    for change in ({"key": b"stolen"}, {"tag": 77}):
+    for change in ({"key": b"stolen"}, {"tagged": 77}):
         row = rows[3]._replace(**change)
         database.execute("DELETE FROM payloads WHERE at = ?", (row.at,))
         database.execute("INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, row.seal()))
