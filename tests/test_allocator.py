@@ -75,3 +75,14 @@ def test_what_is_given_back_is_one_piece_again():
 def test_an_empty_stretch_has_no_room():
     assert Allocator(63, 64).allocate(1) is None
     assert not Allocator(0, 1).claim(0, 1)
+
+
+def test_what_grows_lies_apart():
+    allocator = Allocator(64 * 64, 64)
+    starts = [allocator.allocate(64, apart=32 * 64) for _ in range(8)]
+    assert starts == [64 * place for place in (0, 32, 16, 48, 8, 24, 40, 56)]
+    ends = list(starts)
+    for _ in range(7):
+        ends = [allocator.allocate(64, at=end + 64, apart=32 * 64) for end in ends]
+    assert ends == [start + 7 * 64 for start in starts]
+    assert allocator.allocate(1, apart=32 * 64) is None

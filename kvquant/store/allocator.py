@@ -9,7 +9,7 @@ class Allocator:
     """Ranges of ``capacity`` bytes, each a multiple of ``alignment`` long and at one.
 
     Free ranges are kept in order and joined with their neighbours, so that any that becomes free serves any other
-    size. The first that is large enough is taken, unless there is room right at the place that is wanted.
+    size.
     """
 
     def __init__(self, capacity: int, alignment: int) -> None:
@@ -23,10 +23,18 @@ class Allocator:
         """What a range of ``nbytes`` takes."""
         return -(-nbytes // self.alignment) * self.alignment
 
-    def allocate(self, nbytes: int, at: int | None = None) -> int | None:
-        """Where a range of ``nbytes`` begins, at ``at`` if that is free; None where there is no room in one piece."""
+    def allocate(self, nbytes: int, at: int | None = None, apart: int = 0) -> int | None:
+        """Where a range of ``nbytes`` begins; None where there is no room in one piece.
+
+        That is at ``at`` if it is free there; else at a multiple of ``apart`` that has as many free bytes before it
+        comes to another, or of a half of that, a quarter and so on, so that what grows lies apart from what others
+        have; else where there is room first.
+        """
         size = self.size(nbytes)
         start = None if at is None else self._around(at, size)
+        while start is None and apart >= max(2 * size, self.alignment):
+            at, start = self._apart(apart)
+            apart = apart // 2 // self.alignment * self.alignment
         if start is None:
             at = start = next((start for start in self._starts if self._ends[start] - start >= size), None)
         if start is None or at is None:
@@ -65,6 +73,14 @@ class Allocator:
     def largest(self) -> int:
         """Bytes of the largest free range."""
         return max((end - start for start, end in self._ends.items()), default=0)
+
+    def _apart(self, apart: int) -> tuple[int | None, int | None]:
+        """The first multiple of ``apart`` with as many bytes free, and where the free range begins."""
+        for start in self._starts:
+            at = -(-start // apart) * apart
+            if at + apart <= self._ends[start]:
+                return at, start
+        return None, None
 
     def _around(self, at: int, size: int) -> int | None:
         """The start of the free range that holds ``size`` bytes from ``at`` on."""

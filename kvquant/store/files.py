@@ -16,6 +16,9 @@ Buffers = Sequence[memoryview]
 LOCK = "lock"
 
 
+READ_AHEAD = 512 << 10  # bytes, as much as most systems will
+
+
 class Files:
     """The calls as the system offers them. Each raises `OSError`; transfers may move fewer bytes than asked for."""
 
@@ -60,7 +63,8 @@ class Files:
     def advise(self, file: int, at: int, nbytes: int) -> None:
         """Say that these bytes will be read soon."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file, at, nbytes, os.POSIX_FADV_WILLNEED)
+            for start in range(at, at + nbytes, READ_AHEAD):  # of one call the system reads so much at most
+                os.posix_fadvise(file, start, min(READ_AHEAD, at + nbytes - start), os.POSIX_FADV_WILLNEED)
 
     def lock(self, file: int) -> bool:
         """Take the file's exclusive lock; False where another description of it, of any process, has it."""

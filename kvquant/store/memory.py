@@ -16,6 +16,7 @@ class Pool:
 
     def __init__(self, budget: int, device: torch.device) -> None:
         self.ranges = Allocator(budget, ALIGNMENT)
+        self._apart = self.ranges.capacity // 2 // ALIGNMENT * ALIGNMENT
         self.buffer = torch.empty(self.ranges.capacity, dtype=torch.uint8, device=device)
 
     def allocate(self, count: int, nbytes: int, at: int | None = None) -> list[int] | None:
@@ -26,7 +27,7 @@ class Pool:
         places: list[int] = []
         while len(places) < count:
             many = count - len(places)
-            start = self.ranges.allocate(many * size, at)
+            start = self.ranges.allocate(many * size, at, self._apart)
             if start is None:
                 many = min(many, self.ranges.largest // size)
                 start = self.ranges.allocate(many * size) if many else None

@@ -13,6 +13,9 @@ from .base import ALIGNMENT, Key, key_bytes
 from .slab import Entry, seed_of
 
 
+EXTENT = 1 << 20  # bytes that a layer's blocks have to themselves, as long as there is room
+
+
 class Table:
     """Entries by key, least recently used first.
 
@@ -209,7 +212,7 @@ class Table:
         at = self._behind(keys[0]) if keys else None
         while left := len(keys) - len(places):
             count = min(left, self.allocator.largest // size)
-            start = self.allocator.allocate(count * size, at)
+            start = self.allocator.allocate(count * size, at, EXTENT if isinstance(keys[0], BlockKey) else 0)
             if start is None:
                 raise StoreFullError(f"no room for {nbytes} bytes in one piece")
             places += range(start, start + count * size, size)
