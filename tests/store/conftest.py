@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from kvquant.errors import StoreError
@@ -27,3 +31,10 @@ def disk(tmp_path):
         assert stats.pinned == 0
         assert stats.used <= stats.tiers[0].budget
         store.close()
+
+
+@pytest.fixture
+def fast_path():
+    """A folder in memory where there is such a thing, for tests that open hundreds of stores."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as path:
+        yield Path(path)
