@@ -22,8 +22,9 @@ from ..errors import StoreFullError
 from ..kernels import encode
 from ..records import Record, copy_fields
 from ..store.placement import SHRINKABLE
+from ..store.plan import Run
 from ..store.residency import DEVICE
-from ..store.stream import Run, Stream
+from ..store.stream import Stream
 from ..store.tiered import Reserved, TieredStore
 from .blocks import Cut, Portions, Side, Span
 from .layer import History, Layer
