@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import StoreError
 from .base import Key
-from .placement import Level
+from .books import Level
 from .residency import DEVICE, HOST, Entry, Shelf
 from .transfer import Buffer
 

@@ -25,7 +25,8 @@ from .residency import DEVICE, HOST, Turn
 from .transfer import Buffer, Load, copy_bytes
 
 if TYPE_CHECKING:
-    from .tiered import Reserved, TieredStore
+    from .reserved import Reserved
+    from .tiered import TieredStore
 
 
 class _Ahead(NamedTuple):
