@@ -364,14 +364,6 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         """A layer holds all columns of the rows now."""
         self._calls.held[layer] = self.rows.width
 
-    def device_of(self, layer: int) -> torch.device:
-        """Where a layer of the model computes, as far as its parameters tell."""
-        decoder = self.decoder
-        layers = getattr(decoder, "layers", None)
-        module = decoder if layers is None or layer >= len(layers) else layers[layer]
-        found = None if module is None else next(iter(module.parameters()), None)
-        return torch.device("cpu") if found is None else found.device
-
     def compressed(self) -> list[KVQuantLayer]:
         """The layers that are."""
         return [layer for layer in self.layers if isinstance(layer, KVQuantLayer)]

@@ -24,9 +24,10 @@ from ..kernels import encode
 from ..records import Record, copy_fields
 from ..store.placement import SHRINKABLE
 from ..store.plan import Run
+from ..store.reserved import Reserved
 from ..store.residency import DEVICE
 from ..store.stream import Stream
-from ..store.tiered import Reserved, TieredStore
+from ..store.tiered import TieredStore
 from .blocks import Cut, Portions, Side, Span
 from .layer import History, Layer
 from .rows import Call, Piece

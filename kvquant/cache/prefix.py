@@ -19,7 +19,7 @@ from ..geometry import COMPRESSED_KIND
 from ..keys import content_keys
 from .layer import History
 from .offload import Offloaded
-from .restore import blocks_of, put_blocks, resume, store_of
+from .restore import blocks_of, device_of, put_blocks, resume, store_of
 
 if TYPE_CHECKING:
     from .hf import KVQuantCache
@@ -114,9 +114,9 @@ def _restore(
         return 0
     slots = cache.begin_with(input_ids[:, :width], starts, [[unique.index(key) for key in keys] for keys in rows])
     for layer in layers:
-        blocks = blocks_of(layer.held)
+        blocks, device = blocks_of(layer.held), device_of(cache.decoder, layer.index)
         sides = [
-            [torch.empty(heads, 0, dim, dtype=_DTYPES[dtype], device=cache.device_of(layer.index))] * len(rows)
+            [torch.empty(heads, 0, dim, dtype=_DTYPES[dtype], device=device)] * len(rows)
             for heads, dim, dtype in shapes[str(layer.index)]
         ]
         resume(blocks, *sides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,14 @@ def blocks_of(layer: object) -> Offloaded:
     if not isinstance(blocks, Offloaded):
         raise UnsupportedError(f"blocks of {type(blocks).__name__} are not in a store")
     return blocks
+
+
+def device_of(decoder: Any, layer: int) -> torch.device:
+    """Where a layer of a model computes, as far as its parameters tell."""
+    layers = getattr(decoder, "layers", None)
+    module = decoder if layers is None or layer >= len(layers) else layers[layer]
+    found = None if module is None else next(iter(module.parameters()), None)
+    return torch.device("cpu") if found is None else found.device
 
 
 def resume(blocks: Offloaded, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -29,7 +29,7 @@ from ..errors import KVQuantError, StoreError, UnsupportedError, shown
 from ..policy import PrecisionPolicy
 from ..store.tiered import TieredStore
 from .offload import Exact
-from .restore import blocks_of, put_blocks, resume, store_of
+from .restore import blocks_of, device_of, put_blocks, resume, store_of
 from .rows import Row
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def _resume_layer(
     generation: bytes,
     slots: list[int],
 ) -> None:
-    device = cache.device_of(layer.index)
+    device = device_of(cache.decoder, layer.index)
     tensors = {name: x.to(device) for name, x in _tensors(store, _part(generation, layer.index, _STATE)).items()}
     tails = [
         [tensors[f"{which}.tail.{row}"] for row in range(len(manifest["rows"])) if f"{which}.tail.{row}" in tensors]
@@ -310,7 +310,7 @@ def _save_plain_layers(cache: KVQuantCache, store: TieredStore, generation: byte
 def _resume_plain_layer(
     cache: KVQuantCache, index: int, plain: Mapping[str, Any], store: TieredStore, generation: bytes
 ) -> None:
-    layer, device = cache.layers[index], cache.device_of(index)
+    layer, device = cache.layers[index], device_of(cache.decoder, index)
     for name, value in plain.items():
         if name in vars(layer):
             setattr(layer, name, value)

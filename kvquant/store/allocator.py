@@ -32,9 +32,10 @@ class Allocator:
         """
         size = self.size(nbytes)
         start = None if at is None else self._around(at, size)
-        while start is None and apart >= max(2 * size, self.alignment):
+        apart = min(apart, self.capacity) // size * size  # so that between ranges of one size nothing is lost
+        while start is None and apart >= 2 * size:
             at, start = self._apart(apart)
-            apart = apart // 2 // self.alignment * self.alignment
+            apart = apart // 2 // size * size
         if start is None:
             at = start = next((start for start in self._starts if self._ends[start] - start >= size), None)
         if start is None or at is None:

@@ -17,14 +17,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from ..errors import KVQuantWarning, StoreError, shown
 from .base import ALIGNMENT, Key, StoreStats, as_payload, key_bytes
+from .batch import Batch
 from .counts import Counts
 from .files import Files, Folder
 from .index import FAILURES, Index
@@ -35,7 +34,7 @@ from .table import Table
 from .upkeep import restore, watch_forks
 
 
-class DiskStore:
+class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
     """A `BlockStore` in a folder, of at most ``budget`` bytes, one writer at a time; see the module docstring.
 
     ``read_only`` opens it beside a writer: it finds what that one has committed to the index. Raises `StoreError` for
@@ -68,13 +67,11 @@ class DiskStore:
         watch_forks(self)
         self._index.warn()
 
-    # Putting
-
-    def reserve(self, keys: Sequence[Key], nbytes: int, tag: int = 0) -> Staged[list[Entry]]:
-        """Room for payloads, see `BlockStore`; they are written by the commit, which may raise `StoreError` too."""
+    def reserve(self, keys: Sequence[Key], nbytes: int, tag: int = 0, *, kept: bool = False) -> Staged[list[Entry]]:
+        """Room for payloads, see `BlockStore` and `write`, which the commit does; it may raise `StoreError` too."""
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
             raise StoreError(f"payloads of {shown(nbytes)} bytes; allowed: one byte or more")
-        entries = self._reserve(keys, nbytes, tag)
+        entries = self._reserve(keys, nbytes, tag, kept)
         try:
             payloads = torch.empty(len(entries), nbytes, dtype=torch.uint8)
         except BaseException:
@@ -99,11 +96,17 @@ class DiskStore:
         self._commit(entries, payloads if payloads.stride(1) == 1 else payloads.contiguous())
 
     def fits(self, count: int, nbytes: int) -> bool:
-        """Whether so many payloads would find room, were all gone that may leave."""
+        """Whether there is room for so many payloads without anybody leaving."""
         with self._lock:
             return self._begin().fits(count, nbytes)
 
-    def _reserve(self, keys: Sequence[Key], nbytes: int, tag: int, kept: bool = False) -> list[Entry]:
+    def let_go(self) -> list[Key]:
+        """The keys of what left for others since this was asked last; nothing the first time."""
+        with self._lock:
+            found, self._table.let_go = self._table.let_go or [], []
+            return found
+
+    def _reserve(self, keys: Sequence[Key], nbytes: int, tag: int, kept: bool) -> list[Entry]:
         if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag <= 255:
             raise StoreError(f"tag {shown(tag)}; allowed: 0 to 255")
         with self._writing():
@@ -136,8 +139,6 @@ class DiskStore:
         with self._lock:
             self._table.give_back(entries)
 
-    # Getting
-
     def get(self, key: Key) -> Tensor | None:
         """A copy of the payload, verified, or None."""
         with self._lock:
@@ -148,6 +149,14 @@ class DiskStore:
             nbytes = entry.nbytes
         out = torch.empty(1, nbytes, dtype=torch.uint8)
         return out[0] if self.read([key], out)[0] else None
+
+    def batch(self, keys: Sequence[Key], nbytes: int) -> Batch | None:
+        """What is under ``keys``, to be read again and again; None if one is not there in this size."""
+        with self._lock:
+            table = self._begin()
+            found = [entry for key in keys if (entry := table.find(key)) and entry.nbytes == nbytes]
+        keys = list(keys)
+        return Batch(self._slab, found, lambda out: all(self.read(keys, out))) if len(found) == len(keys) else None
 
     def read(self, keys: Sequence[Key], out: Tensor) -> list[bool]:
         """Read payloads into the rows of ``out``, contiguous uint8 ``[keys, nbytes]`` on the CPU; whether each came.
@@ -180,8 +189,6 @@ class DiskStore:
             return [entry is not None for entry in wanted]
         return [entry is not None and row not in wrong for row, entry in enumerate(wanted)]
 
-    # The rest of the protocol
-
     def locate(self, key: Key) -> tuple[int, int] | None:
         """A payload's size in bytes and its tag, or None."""
         with self._lock:
@@ -190,8 +197,7 @@ class DiskStore:
 
     def tag(self, key: Key) -> int | None:
         """The tag it was put with, or None."""
-        located = self.locate(key)
-        return located[1] if located else None
+        return located[1] if (located := self.locate(key)) else None
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Have the system read what will be asked for soon."""
@@ -199,12 +205,6 @@ class DiskStore:
             with self._lock:
                 found = [entry for key in keys if (entry := self._begin().find(key))]
             self._slab.expect(found)
-
-    def is_warm(self, key: Key) -> bool:
-        """Whether the system has read a payload's last byte already, or can't tell."""
-        with self._lock:
-            entry = self._begin().find(key)
-            return entry is None or self._slab.is_warm(entry.at + entry.nbytes - 1)
 
     @contextlib.contextmanager
     def pin(self, keys: Iterable[Key]) -> Iterator[list[Key]]:
@@ -243,8 +243,6 @@ class DiskStore:
         """What it holds and has done; ``used`` are bytes of the slab that are taken."""
         with self._lock:
             return self._counts.stats(self._begin(), self.budget)
-
-    # Upkeep
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
         """What is wrong within, a line each; reads every payload, ``progress`` hears how many of how many are read."""
@@ -311,19 +309,12 @@ class DiskStore:
             self._folder.close()
             _inherited.append(self._index)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _probe(self, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[Entry, str | None]]:
         """Read every payload there is and say what is wrong with it."""
-        with self._lock:
-            keys = list(self._begin().entries)
-        for done, key in enumerate(keys, 1):
+        for done, key in enumerate(keys := self.keys(), 1):
             with self.pin([key]), self._transfer():
                 with self._lock:
                     entry = self._table.entries.get(key)

@@ -16,9 +16,6 @@ Buffers = Sequence[memoryview]
 LOCK = "lock"
 
 
-READ_AHEAD = 512 << 10  # bytes, as much as most systems will
-
-
 class Files:
     """The calls as the system offers them. Each raises `OSError`; transfers may move fewer bytes than asked for."""
 
@@ -39,15 +36,6 @@ class Files:
         """Fill ``buffers`` in turn; how many bytes came, 0 at the end of the file."""
         return os.preadv(file, buffers, at)
 
-    def is_cached(self, file: int, at: int) -> bool:
-        """Whether the system has the byte at a place in memory; also where it can't tell."""
-        try:
-            return os.preadv(file, [bytearray(1)], at, os.RWF_NOWAIT) == 1
-        except BlockingIOError:
-            return False
-        except (AttributeError, OSError):
-            return True
-
     def pwritev(self, file: int, buffers: Buffers, at: int) -> int:
         """Write ``buffers`` one behind the other; how many bytes went."""
         return os.pwritev(file, buffers, at)
@@ -63,8 +51,7 @@ class Files:
     def advise(self, file: int, at: int, nbytes: int) -> None:
         """Say that these bytes will be read soon."""
         if hasattr(os, "posix_fadvise"):
-            for start in range(at, at + nbytes, READ_AHEAD):  # of one call the system reads so much at most
-                os.posix_fadvise(file, start, min(READ_AHEAD, at + nbytes - start), os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(file, at, nbytes, os.POSIX_FADV_WILLNEED)
 
     def lock(self, file: int) -> bool:
         """Take the file's exclusive lock; False where another description of it, of any process, has it."""
@@ -102,6 +89,12 @@ class Folder:
         if not self.read_only:
             os.fchmod(file, 0o600)  # whatever the umask made of it
         return file
+
+    def open_direct(self, name: str) -> int | None:
+        """A descriptor that reads past the system's cache, None where there is no such thing."""
+        with contextlib.suppress(AttributeError, OSError):
+            return self.files.open(name, os.O_RDONLY | os.O_DIRECT, self._folder)
+        return None
 
     def footprint(self) -> int:
         """Bytes of all its files."""

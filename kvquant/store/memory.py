@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ class Pool:
 
     def __init__(self, budget: int, device: torch.device) -> None:
         self.ranges = Allocator(budget, ALIGNMENT)
-        self._apart = self.ranges.capacity // 2 // ALIGNMENT * ALIGNMENT
         self.buffer = torch.empty(self.ranges.capacity, dtype=torch.uint8, device=device)
 
     def allocate(self, count: int, nbytes: int, at: int | None = None) -> list[int] | None:
@@ -27,7 +26,7 @@ class Pool:
         places: list[int] = []
         while len(places) < count:
             many = count - len(places)
-            start = self.ranges.allocate(many * size, at, self._apart)
+            start = self.ranges.allocate(many * size, at, self.ranges.capacity // 2)
             if start is None:
                 many = min(many, self.ranges.largest // size)
                 start = self.ranges.allocate(many * size) if many else None
@@ -41,6 +40,46 @@ class Pool:
     def holds(self, count: int, nbytes: int) -> bool:
         """Whether `allocate` would find places."""
         return self.ranges.slots(nbytes) >= count
+
+    def clearing(self, count: int, nbytes: int, candidates: Iterable[tuple[int, int]]) -> list[int] | None:
+        """Which of ``candidates``, each a place and its bytes, must go for `allocate` to find places; None if in vain.
+
+        By number, as few of the first as it takes.
+        """
+        ranges, size = self.ranges, self.ranges.size(nbytes)
+        if count * size > ranges.capacity:
+            return None
+        slots = ranges.slots(nbytes)
+        gone = []
+        for number, (place, held) in enumerate(candidates if slots < count else ()):
+            start, end = ranges.free(place, held)
+            stop = place + ranges.size(held)
+            slots += (end - start) // size - (place - start) // size - (end - stop) // size
+            gone.append((number, place, held))
+            if slots >= count:
+                break
+        for _, place, held in gone:
+            ranges.claim(place, held)
+        if slots < count:
+            return None
+        return self._needed(count, nbytes, gone)
+
+    def _needed(self, count: int, nbytes: int, gone: Sequence[tuple[int, int, int]]) -> list[int]:
+        """The numbers of those whose room is needed; of other sizes, some may have made none."""
+        ranges, size = self.ranges, self.ranges.size(nbytes)
+        if all(ranges.size(held) == size for _, _, held in gone):
+            return [number for number, _, _ in gone]
+        for _, place, held in gone:
+            ranges.free(place, held)
+        needed = []
+        for each in reversed(gone):
+            ranges.claim(*each[1:])
+            if ranges.slots(nbytes) < count:
+                ranges.free(*each[1:])
+                needed.append(each)
+        for _, place, held in needed:
+            ranges.claim(place, held)
+        return [number for number, _, _ in reversed(needed)]
 
     def free(self, places: Sequence[int], nbytes: int) -> None:
         """Give places of payloads of ``nbytes`` back."""
@@ -57,6 +96,10 @@ class Pool:
                 start, count = place, 0
             count += 1
         yield start, count
+
+    def is_run(self, places: Sequence[int], nbytes: int) -> bool:
+        """Whether they lie side by side in their order."""
+        return len(list(self.runs(places, nbytes))) == 1
 
     def write(self, places: Sequence[int], payloads: Tensor) -> None:
         """Copy ``payloads`` uint8 ``[n, nbytes]`` to their places."""

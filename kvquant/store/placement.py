@@ -11,97 +11,45 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..blocks import BlockKey
-from ..errors import StoreError, StoreFullError
+from ..errors import StoreError
 from .base import Key
+from .books import Books, Level, number_of
 from .disk import DiskStore
-from .memory import Pool
-from .residency import DEVICE, HOST, Clock, Entry, Leaving, Shelf
+from .residency import DEVICE, HOST, Entry, Leaving, Shelf
 
 Shrink = Callable[[int, Sequence[int], Tensor], tuple[Tensor, int]]
 """Of a layer's blocks, whose payloads are uint8 ``[n, nbytes]``: smaller ones in their place, and their tag."""
 
+Made = TypeVar("Made")
 SHRINKABLE = 0  # the tag of payloads that can be shrunk
 NAMES = ("device", "host")
 
 
-@dataclass
-class Level:
-    """The memory of the device or the host; how many payloads each shelf has there, least recently used first."""
-
-    name: str
-    pool: Pool
-    shelves: dict[Shelf, int] = field(default_factory=dict)
-    hits: int = 0
-
-
-class Placement:
-    """The books of a store."""
+class Placement(Books):
+    """What moves, and what for."""
 
     def __init__(self, levels: Sequence[Level | None], disk: DiskStore | None, leaving: Leaving, group: int) -> None:
         """``group``: bytes that are shrunk at once."""
-        self.levels = list(levels)
-        self.disk = disk
-        self.clock = Clock()
+        super().__init__(levels, disk)
         self.evictions: Counter[str] = Counter()
         self.moved: Counter[str] = Counter()
         self.disk_hits = 0
         self.shrinkers: dict[int, Shrink] = {}  # by sequence
         self._leaving = leaving
         self._group = group
-        self._shelves: dict[tuple[int, int] | bytes, Shelf] = {}
-        self._unread: list[tuple[Shelf, Entry]] = []  # deleted while somebody read them
-        for key in [] if disk is None else disk.keys():
-            if disk is not None and (found := disk.locate(key)):
-                shelf, entry = self.shelf(key), Entry(key, *found)
-                entry.disk = True
-                shelf.entries[_number(key)] = entry
-
-    # -- who is there ----------------------------------------------------------------------------------------------
-
-    def shelf(self, key: Key) -> Shelf:
-        """Where a payload belongs, whether there is one or not."""
-        name = _name(key)
-        if name not in self._shelves:
-            sequence, layer = (key.sequence, key.layer) if isinstance(key, BlockKey) else (None, 0)
-            self._shelves[name] = Shelf(sequence, layer)
-        return self._shelves[name]
-
-    def find(self, key: Key) -> Entry | None:
-        """The payload under a key."""
-        shelf = self._shelves.get(_name(key))
-        return None if shelf is None else shelf.entries.get(_number(key))
-
-    def shelves(self) -> list[Shelf]:
-        """All shelves."""
-        return list(self._shelves.values())
-
-    def entries(self) -> Iterator[tuple[Shelf, Entry]]:
-        """All payloads, and their shelves."""
-        for shelf in list(self._shelves.values()):
-            for entry in list(shelf.entries.values()):
-                yield shelf, entry
-
-    def use(self, shelf: Shelf) -> None:
-        """A shelf is the most recently used now."""
-        for level in self.levels:
-            if level is not None and shelf in level.shelves:
-                level.shelves[shelf] = level.shelves.pop(shelf)
-
-    def live(self, shelf: Shelf) -> bool:
-        """Whether what is on it may not be dropped."""
-        return shelf.sequence in self.clock.turns
+        self._in_vain = [-1, -1]  # the pass in which nobody left for what was fetched, for device and host
 
     # -- what comes and goes ---------------------------------------------------------------------------------------
 
     def room(self, which: int, keys: Sequence[Key], nbytes: int, spare: bool) -> list[int] | None:
         """Places for payloads under ``keys`` on device or host: what is free, and unless only that is to ``spare``,
-        that of others, which leave; what is under ``keys`` does first.
+        that of others, which leave; what is under ``keys`` does first. None, and nothing leaves, where there is not.
         """
         level = self.levels[which]
         if level is None:
@@ -111,14 +59,12 @@ class Placement:
             return None
         if spare:
             return level.pool.allocate(len(keys), nbytes)
-        if len(keys) * size > level.pool.ranges.capacity - level.pool.ranges.used:
-            for key in keys:
-                if (found := self.find(key)) is not None and not found.pins:
-                    self.remove(key)
-        return self._places(which, keys, nbytes, shrink=True)
+        return self._places(which, keys, nbytes, anew=True)
 
     def admit(self, shelf: Shelf, entries: Sequence[Entry], data: Tensor, which: int) -> None:
         """Keep a copy of what was fetched on device or host, if there is room or others leave for it.
+
+        For a place on the host none is dropped: reading all that a full store holds is to give all of it.
 
         ``data``: payloads of equal size, one after another. Where not all can be kept, the first are.
         """
@@ -126,7 +72,11 @@ class Placement:
         if level is None or any(entry.places[which] is not None for entry in entries):
             return
         keys = [entry.key for entry in entries]
-        places = self._places(which, keys, nbytes, shrink=False)
+        places = None
+        if self._in_vain[which] != self.clock.now:  # who may leave is looked for once a pass
+            places = self._places(which, keys, nbytes, spare=which == HOST)
+            if places is None:
+                self._in_vain[which] = self.clock.now
         if places is None:
             free = (level.pool.ranges.capacity - level.pool.ranges.used) // level.pool.ranges.size(nbytes)
             places = level.pool.allocate(min(free, len(keys)), nbytes) if free else None
@@ -137,93 +87,23 @@ class Placement:
         for entry, place in zip(entries, places, strict=False):
             self.settle(shelf, entry, which, place)
             if which == DEVICE and entry.places[HOST] is not None:
-                self.vacate(shelf, entry, HOST)
+                self._doubled.append((shelf, entry))
+        self.part(shelf.readers[HOST] <= 1 and shelf.readers[DEVICE] <= 1)  # by whoever brings it
 
-    def check(self) -> list[str]:
-        """What of the books does not add up."""
-        found = []
-        for which, level in enumerate(self.levels):
-            if level is None:
-                continue
-            counted: Counter[Shelf] = Counter()
-            taken = []
-            unread = [pair for pair in self._unread if pair[1].places[which] is not None]
-            for shelf, entry in [*self.entries(), *unread]:
-                if (place := entry.places[which]) is not None:
-                    counted[shelf] += 1
-                    taken.append((place, place + level.pool.ranges.size(entry.nbytes)))
-            taken.sort()
-            if any(one[1] > other[0] for one, other in itertools.pairwise(taken)):
-                found.append(f"{level.name}: payloads overlap")
-            held = sum(stop - start for start, stop in taken)
-            if held > level.pool.ranges.used or dict(counted) != level.shelves:
-                found.append(f"{level.name}: {held} bytes in payloads, {level.pool.ranges.used} accounted for")
-        for _, entry in self.entries():
-            if not entry.disk and all(place is None for place in entry.places):
-                found.append(f"{entry.key!r} is nowhere")
-        return found
-
-    def _places(self, which: int, keys: Sequence[Key], nbytes: int, shrink: bool = False) -> list[int] | None:
+    def _places(
+        self, which: int, keys: Sequence[Key], nbytes: int, anew: bool = False, spare: bool = False
+    ) -> list[int] | None:
+        """``anew``: payloads, in place of what has these keys, for which others shrink; ``spare``: none is dropped."""
         level, shelf = self.levels[which], self.shelf(keys[0])
         assert level is not None
-        before = shelf.entries.get(_number(keys[0]) - 1)
+        before = shelf.entries.get(number_of(keys[0]) - 1)
         near = None if before is None else before.places[which]
         near = None if near is None else near + level.pool.ranges.size(nbytes)
-
-        def allocated() -> list[int] | None:
-            return level.pool.allocate(len(keys), nbytes, near)
-
-        places = allocated()
-        size = len(keys) * level.pool.ranges.size(nbytes)
-        if places is None and shrink and which == DEVICE and self._shrink(len(keys), nbytes):
-            places = allocated()
-        if places is None and self._evict(which, size, shelf):
-            places = allocated()
-        return places
-
-    def insert(self, key: Key, nbytes: int, tag: int, which: int, place: int | None) -> None:
-        """Enter what was written to a place of device or host, or under its key to the disk."""
-        self.remove(key, keep_disk=place is None)
-        shelf, entry = self.shelf(key), Entry(key, nbytes, tag)
-        shelf.entries[_number(key)] = entry
-        if place is None:
-            entry.disk = True
-        else:
-            self.settle(shelf, entry, which, place)
-
-    def settle(self, shelf: Shelf, entry: Entry, which: int, place: int) -> None:
-        """Note a copy on device or host."""
-        level = self.levels[which]
-        assert level is not None
-        entry.places[which] = place
-        level.shelves[shelf] = level.shelves.pop(shelf, 0) + 1
-
-    def vacate(self, shelf: Shelf, entry: Entry, which: int) -> None:
-        """Give up the copy on device or host."""
-        level, place = self.levels[which], entry.places[which]
-        assert level is not None
-        assert place is not None
-        level.pool.free([place], entry.nbytes)
-        entry.places[which] = None
-        shelf.version += 1
-        level.shelves[shelf] -= 1
-        if not level.shelves[shelf]:
-            del level.shelves[shelf]
-
-    def remove(self, key: Key, keep_disk: bool = False) -> bool:
-        """Forget what is under a key, once nobody reads it; whether there was anything."""
-        entry = self.find(key)
-        if entry is None:
-            return False
-        shelf = self.shelf(key)
-        del shelf.entries[_number(key)]
-        shelf.version += 1
-        if entry.disk and self.disk is not None and not keep_disk:
-            self.disk.delete([key])
-        entry.disk = False
-        self._unread.append((shelf, entry))
-        self.sweep()
-        return True
+        if not level.pool.holds(len(keys), nbytes) and anew and which == DEVICE:
+            self._shrink(len(keys), nbytes)
+        if not level.pool.holds(len(keys), nbytes) and not self._evict(which, keys, nbytes, anew, spare):
+            return None
+        return level.pool.allocate(len(keys), nbytes, near)
 
     def end(self, sequence: int) -> None:
         """A sequence is decoded no more: forget what it has."""
@@ -233,46 +113,53 @@ class Placement:
             if shelf.sequence == sequence:
                 self.remove(entry.key)
 
-    def sweep(self) -> None:
-        """Let go of what was deleted and is no longer read, and of shelves with nothing on them."""
-        kept = []
-        for shelf, entry in self._unread:
-            if entry.pins or any(shelf.readers):
-                kept.append((shelf, entry))
-                continue
-            for which, place in enumerate(entry.places):
-                if place is not None:
-                    self.vacate(shelf, entry, which)
-            name = _name(entry.key)
-            if not shelf.entries and self._shelves.get(name) is shelf and not self.live(shelf):
-                del self._shelves[name]
-        self._unread = kept
-
     def keep(self, keys: Sequence[Key], payloads: Tensor, tag: int) -> None:
-        """Write payloads that are never dropped to the disk."""
+        """Write payloads that are never dropped to the disk. Raises `StoreError`."""
         if self.disk is None:
             raise StoreError("the store has no disk; give it disk_budget and disk_path")
-        self.disk.write(keys, payloads, tag, kept=True)
+        try:
+            self.disk.write(keys, payloads, tag, kept=True)
+        finally:
+            self._note_evicted(self.disk)
         for key in keys:
             self.insert(key, payloads.shape[1], tag, HOST, None)
 
-    def to_disk(self, moving: Sequence[tuple[Shelf, Entry]]) -> bool:
-        """Write payloads to the disk as well; False if they do not fit."""
-        if self.disk is None:
-            return False
-        moving = [(shelf, entry) for shelf, entry in moving if not entry.disk]
-        for group in _alike(moving):
+    def to_disk(self, moving: Sequence[tuple[Shelf, Entry]], spare: bool = False) -> bool:
+        """Write payloads to the disk as well; False if they do not fit, ``spare``: without anybody leaving."""
+        for group in _alike((shelf, entry) for shelf, entry in moving if not entry.disk):
             payloads = self.gather([entry for _, entry in group])
-            try:
-                self.disk.write(
-                    [entry.key for _, entry in group], payloads, group[0][1].tag, kept=self.live(group[0][0])
-                )
-            except StoreFullError:
+            keys, tag, kept = [entry.key for _, entry in group], group[0][1].tag, self.live(group[0][0])
+            write = partial(_write, keys=keys, payloads=payloads, tag=tag, kept=kept)
+            if spare and self.disk is not None and not self.disk.fits(*payloads.shape):
+                return False
+            if not self.on_disk(write):
                 return False
             for _, entry in group:
                 entry.disk = True
             self.moved["host→disk"] += payloads.nbytes
         return True
+
+    def on_disk(self, work: Callable[[DiskStore], Made]) -> Made | None:
+        """What ``work`` gives, for which the disk may let others go; None where that fails."""
+        disk = self.disk
+        if disk is None:
+            return None
+        try:
+            return work(disk)
+        except StoreError:  # no room, or a fault, which is counted there
+            return None
+        finally:
+            self._note_evicted(disk)
+
+    def _note_evicted(self, disk: DiskStore) -> None:
+        """Take note of what the disk let go since the last time."""
+        for key in disk.let_go():
+            if (entry := self.find(key)) is not None and entry.disk:
+                entry.disk = False
+                to = next((name for name, place in zip(NAMES, entry.places, strict=True) if place is not None), "")
+                self.evictions[f"disk→{to}"] += 1
+                if not to:
+                    self.remove(entry.key)
 
     def gather(self, entries: Sequence[Entry]) -> Tensor:
         """Payloads of equal size as uint8 ``[n, nbytes]`` on the CPU, where they lie if that is in one stretch."""
@@ -286,35 +173,53 @@ class Placement:
 
     # -- who leaves ------------------------------------------------------------------------------------------------
 
-    def _evict(self, which: int, nbytes: int, entering: Shelf) -> bool:
-        """Have so many bytes free on device or host, together; False, and nothing leaves, if they can't be."""
+    def _evict(self, which: int, keys: Sequence[Key], nbytes: int, anew: bool, spare: bool) -> bool:
+        """Have room for payloads on device or host; False, and nothing leaves, if that can't be.
+
+        ``anew``: what has these keys goes first. ``spare``: none is dropped.
+        """
         level = self.levels[which]
         assert level is not None
-        needed = nbytes - (level.pool.ranges.capacity - level.pool.ranges.used)
-        victims = []
-        for shelf in self._leaving(level.shelves, self.clock, entering):
-            if needed <= 0:
-                break
-            for entry in reversed([] if shelf.readers[which] else [*shelf.entries.values()]):
-                if needed > 0 and entry.places[which] is not None and not entry.pins:
-                    victims.append((shelf, entry))
-                    needed -= level.pool.ranges.size(entry.nbytes)
-        return needed <= 0 and self._demote(which, victims)
+        own = self._unused(keys) if anew else []
+        seen = []
 
-    def _demote(self, which: int, victims: Sequence[tuple[Shelf, Entry]]) -> bool:
+        def leaving() -> Iterator[tuple[int, int]]:
+            for pair in itertools.chain(own, self._others(level, which, keys[0], own)):
+                if (place := pair[1].places[which]) is not None:
+                    seen.append(pair)
+                    yield place, pair[1].nbytes
+
+        chosen = level.pool.clearing(len(keys), nbytes, leaving())
+        if chosen is None:
+            return False
+        for _, entry in own:
+            self.remove(entry.key)
+        return self._demote(which, [pair for number in chosen if (pair := seen[number]) not in own], spare)
+
+    def _unused(self, keys: Iterable[Key]) -> list[tuple[Shelf, Entry]]:
+        """What has these keys, unless somebody reads it."""
+        pairs = [(self.shelf(key), found) for key in keys if (found := self.find(key)) is not None]
+        return [(shelf, entry) for shelf, entry in pairs if not entry.pins and not any(shelf.readers)]
+
+    def _others(
+        self, level: Level, which: int, entering: Key, own: Sequence[tuple[Shelf, Entry]]
+    ) -> Iterator[tuple[Shelf, Entry]]:
+        for shelf in self._leaving(level.shelves, self.clock, self.shelf(entering)):
+            for entry in reversed([] if shelf.readers[which] else [*shelf.entries.values()]):
+                if not entry.pins and not any(entry is other for _, other in own):
+                    yield shelf, entry
+
+    def _demote(self, which: int, victims: Sequence[tuple[Shelf, Entry]], spare: bool) -> bool:
         """Take victims off device or host, once each lies below or may be dropped; all of them, or none."""
-        only = [(shelf, entry) for shelf, entry in victims if not entry.disk and entry.places[1 - which] is None]
-        lower: list[tuple[Shelf, Entry]] = []
-        dropped = set()
-        for group in _alike(only):
-            if which == DEVICE and self._copy_to_host(group):
-                lower += group
-            elif not self.to_disk(group):
-                if self.live(group[0][0]):
-                    for shelf, entry in lower:
-                        self.vacate(shelf, entry, HOST)
-                    return False
-                dropped |= {entry.key for _, entry in group}
+        for _, entry in victims:
+            entry.pins += 1  # copies of them, which may lie below already, are not to make room for the others
+        try:
+            dropped = self._copy_down(which, victims, spare)
+        finally:
+            for _, entry in victims:
+                entry.pins -= 1
+        if dropped is None:
+            return False
         for shelf, entry in victims:
             if entry.key in dropped:
                 self.remove(entry.key)
@@ -324,6 +229,22 @@ class Placement:
                 to = "host" if entry.places[HOST] is not None else "disk" if entry.disk else "device"
             self.evictions[f"{NAMES[which]}→{to}"] += 1
         return True
+
+    def _copy_down(self, which: int, victims: Sequence[tuple[Shelf, Entry]], spare: bool) -> set[Key] | None:
+        """Have what leaves lie below; those of whom there is no copy then, or None if one must have one."""
+        only = [(shelf, entry) for shelf, entry in victims if not entry.disk and entry.places[1 - which] is None]
+        lower: list[tuple[Shelf, Entry]] = []
+        dropped = set()
+        for group in _alike(only):
+            if which == DEVICE and self._copy_to_host(group):
+                lower += group
+            elif not self.to_disk(group, spare):
+                if spare or self.live(group[0][0]):
+                    for shelf, entry in lower:
+                        self.vacate(shelf, entry, HOST)
+                    return None
+                dropped |= {entry.key for _, entry in group}
+        return dropped
 
     def _copy_to_host(self, group: Sequence[tuple[Shelf, Entry]]) -> bool:
         """Copy what leaves the device; False if there is no room."""
@@ -360,10 +281,10 @@ class Placement:
         level = self.levels[DEVICE]
         assert level is not None
         assert shelf.sequence is not None
-        ordered = sorted(dense, key=lambda entry: _number(entry.key))
+        ordered = sorted(dense, key=lambda entry: number_of(entry.key))
         places = [entry.places[DEVICE] for entry in ordered]
         payloads = torch.cat([level.pool.view(place, 1, ordered[0].nbytes) for place in places if place is not None])
-        smaller, tag = self.shrinkers[shelf.sequence](shelf.layer, [_number(e.key) for e in ordered], payloads)
+        smaller, tag = self.shrinkers[shelf.sequence](shelf.layer, [number_of(e.key) for e in ordered], payloads)
         for entry in ordered:
             self.vacate(shelf, entry, DEVICE)
             if entry.places[HOST] is not None:
@@ -381,12 +302,9 @@ class Placement:
         return float("inf") if found is None else found
 
 
-def _name(key: Key) -> tuple[int, int] | bytes:
-    return (key.sequence, key.layer) if isinstance(key, BlockKey) else key
-
-
-def _number(key: Key) -> int:
-    return key.block if isinstance(key, BlockKey) else 0
+def _write(disk: DiskStore, keys: Sequence[Key], payloads: Tensor, tag: int, kept: bool) -> bool:
+    disk.write(keys, payloads, tag, kept=kept)
+    return True
 
 
 def _alike(moving: Iterable[tuple[Shelf, Entry]]) -> list[list[tuple[Shelf, Entry]]]:
@@ -394,4 +312,4 @@ def _alike(moving: Iterable[tuple[Shelf, Entry]]) -> list[list[tuple[Shelf, Entr
     groups: dict[tuple[int, int, int], list[tuple[Shelf, Entry]]] = {}
     for shelf, entry in moving:
         groups.setdefault((id(shelf), entry.nbytes, entry.tag), []).append((shelf, entry))
-    return [sorted(group, key=lambda pair: _number(pair[1].key)) for group in groups.values()]
+    return [sorted(group, key=lambda pair: number_of(pair[1].key)) for group in groups.values()]

@@ -1,4 +1,4 @@
-"""How a layer's blocks are read: what lies on the device where it lies, the rest in parts of a staging buffer each."""
+"""How a layer is read: what of it lies on the device, and the parts that have to be fetched, from where."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from torch import Tensor
 
 from ..errors import StoreError
 from .base import Key
-from .placement import Level
+from .batch import Batch
+from .books import Level
+from .disk import DiskStore
 from .residency import DEVICE, HOST, Entry, Shelf
 from .transfer import Buffer
+
+LOST = "blocks of the cache can't be read back: reset() it and feed it again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,20 +69,26 @@ class Sources:
 
     version: int
     copies: list[tuple[int, int, int]]
-    reads: list[tuple[int, int]]
+    reads: list[tuple[int, int, Batch]]
 
     @classmethod
-    def of(cls, part: Part, version: int) -> Sources:
-        """``version``: the shelf's."""
+    def of(cls, part: Part, version: int, disk: DiskStore | None) -> Sources:
+        """``version``: the shelf's. Raises `StoreError` where something is nowhere."""
         found = cls(version, [], [])
+        reads: list[tuple[int, int]] = []
         places = [entry.places[HOST] for entry in part.entries]
         for first, last in _stretches(places, part.nbytes):
             if (place := places[first]) is not None:
                 found.copies.append((place, first, last))
-            elif found.reads and found.reads[-1][1] == first:
-                found.reads[-1] = found.reads[-1][0], last
+            elif reads and reads[-1][1] == first:
+                reads[-1] = reads[-1][0], last
             else:
-                found.reads.append((first, last))
+                reads.append((first, last))
+        for first, last in reads:
+            batch = None if disk is None else disk.batch(part.keys[first:last], part.nbytes)
+            if batch is None:
+                raise StoreError(LOST)
+            found.reads.append((first, last, batch))
         return found
 
     @property

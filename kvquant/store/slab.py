@@ -27,7 +27,8 @@ from .files import Buffers, Folder
 
 NAME = "blocks-0000.slab"
 STEP = 16 << 20  # bytes it grows by; less only where the budget ends
-_digest = xxhash.xxh3_128_digest  # lets other threads run while it works through something long
+digest = xxhash.xxh3_128_digest  # lets other threads run while it works through something long
+SECTOR = 512  # bytes, of which devices read whole ones
 _SPLIT = 512 << 10  # bytes from which on two threads read: whoever asks waits for them, so a core is idle
 _MAX_ROWS = 512  # of one call, each with a gap behind it: the system takes 1024 buffers
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -65,6 +66,7 @@ class Slab:
         self._files, self._path, self.capacity = folder.files, folder.path / NAME, capacity
         self._file = folder.open(NAME)
         self.size = self._files.size(self._file)
+        self._direct = folder.open_direct(NAME)
         self._helper = ThreadPoolExecutor(1, "kvquant-slab")  # starts its thread when it is first needed
 
     def grow(self, end: int) -> None:
@@ -98,7 +100,7 @@ class Slab:
         """
         rows = Rows(payloads)
         for row, entry in enumerate(entries):
-            entry.checksum = _digest(rows.views[row], entry.seed)
+            entry.checksum = digest(rows.views[row], entry.seed)
         for run in _runs([(entry.at, row, entry) for row, entry in enumerate(entries)]):
             buffers, total = rows.buffers(run, bytes(ALIGNMENT))
             try:
@@ -128,9 +130,20 @@ class Slab:
                 self.advise(runs[ahead][0][0], runs[ahead][-1][0] + rows.nbytes)
             self._fill(run, rows, wrong)
             for _, row, entry in run:
-                if _digest(rows.views[row], entry.seed) != entry.checksum and row not in wrong:
+                if digest(rows.views[row], entry.seed) != entry.checksum and row not in wrong:
                     wrong[row] = "checksum"
         return wrong
+
+    def fetch(self, at: int, to: memoryview, address: int) -> None:
+        """Read from a place on into ``to``, which lies at ``address``; nothing is verified, nor raised.
+
+        Past the system's cache, where all lies as that demands: then the device moves the bytes, and no CPU does.
+        """
+        total, file = len(to), self._file
+        if self._direct is not None and not (at | total | address) % SECTOR:
+            file = self._direct
+        with contextlib.suppress(OSError):
+            _moved(self._files.preadv, file, [to], at, total)
 
     def expect(self, entries: Sequence[Entry]) -> None:
         """Say that entries will be read soon."""
@@ -142,10 +155,6 @@ class Slab:
         with contextlib.suppress(OSError):
             self._files.advise(self._file, at, end - at)
 
-    def is_warm(self, at: int) -> bool:
-        """Whether the byte at a place has been read already."""
-        return self._files.is_cached(self._file, at)
-
     def refresh(self) -> None:
         """Take note of what another process made of its size."""
         self.size = self._files.size(self._file)
@@ -153,6 +162,8 @@ class Slab:
     def close(self) -> None:
         """Let go of the file."""
         self._helper.shutdown()
+        if self._direct is not None:
+            self._files.close(self._direct)
         self._files.close(self._file)
 
     def _fill(self, run: Run, rows: Rows, wrong: dict[int, str]) -> None:

@@ -20,12 +20,13 @@ from ..blocks import BlockKey
 from ..errors import StoreError
 from .base import ALIGNMENT
 from .placement import Shrink
-from .plan import Part, Plan, Run, Sources
+from .plan import LOST, Plan, Run, Sources
 from .residency import DEVICE, HOST, Turn
 from .transfer import Buffer, Load, copy_bytes
 
 if TYPE_CHECKING:
-    from .tiered import Reserved, TieredStore
+    from .reserved import Reserved
+    from .tiered import TieredStore
 
 
 class _Ahead(NamedTuple):
@@ -34,7 +35,7 @@ class _Ahead(NamedTuple):
     visit: int
     number: int
     plan: Plan
-    load: Load | None  # None where the system alone was told
+    load: Load
 
     def serves(self, visit: int, number: int, plan: Plan) -> bool:
         """Whether it holds a part of a plan; what lies elsewhere by now holds the same bytes."""
@@ -111,15 +112,13 @@ class Stream:
         with self.store.lock:
             while self._ahead and self._ahead[0].visit <= visit and not self._ahead[0].serves(visit, number, plan):
                 self._discard(self._ahead.popleft())
-            load = None
             if self._ahead and self._ahead[0].visit == visit:
                 load = self._ahead.popleft().load
-            self._next = max(self._next, (visit, number + 1))
-            if self._pays(plan, number):
-                there = self._is_warm(plan.parts[number]) if load is None else load.done
-                self.store.counts["prefetch_hits" if there else "prefetch_late"] += 1
-            if load is None:
+                self.store.counts["prefetch_hits" if load.done else "prefetch_late"] += 1
+            else:
+                self._next = max(self._next, (visit, number + 1))
                 load = self._load(plan, number, self.store.take_buffer(self))
+                self.store.counts["prefetch_late"] += self._pays(plan, number)
         try:
             self.store.stall_seconds += load.wait()
         except BaseException:
@@ -146,11 +145,7 @@ class Stream:
         return plan
 
     def _fetch_ahead(self, visit: int) -> None:
-        """Have what comes from ``visit`` on fetched, for a whole round at most, into buffers that are free.
-
-        Where no copying engine would do that besides, the system is told to read what is on disk into its own cache: a
-        thread that copies costs a CPU that computes more than it hides.
-        """
+        """Have what comes from ``visit`` on fetched, for a whole round at most, into buffers that are free."""
         loads = []
         place, number = max(self._next, (visit, 0))
         while place < visit + len(self.layers):
@@ -161,18 +156,11 @@ class Stream:
             if not self._pays(plan, number):
                 number += 1
                 continue
-            load = None
-            if self.store.lane.overlaps:
-                buffer = self.store.ring.take(leave=1)  # for what is not fetched ahead
-                if buffer is None:
-                    break
-                load = self._load(plan, number, buffer)
-                loads.append(load)
-            elif len(self._ahead) == self.store.ring.count - 1:
+            buffer = self.store.ring.take(leave=1)  # for what is not fetched ahead
+            if buffer is None:
                 break
-            elif self.store.placement.disk is not None:
-                self.store.placement.disk.prefetch(plan.parts[number].keys)
-            self._ahead.append(_Ahead(place, number, plan, load))
+            loads.append(self._load(plan, number, buffer))
+            self._ahead.append(_Ahead(place, number, plan, loads[-1]))
             number += 1
         self._next = place, number
         if loads:
@@ -182,39 +170,40 @@ class Stream:
         """Whether a part is worth being fetched ahead: copies within a CPU's memory take from it what they hide."""
         return self.store.lane.overlaps or bool(self._sources(plan, number).reads)
 
-    def _is_warm(self, part: Part) -> bool:
-        """Whether the system has read a part from disk already, as far as its end tells."""
-        disk = self.store.placement.disk
-        return disk is None or disk.is_warm(part.keys[-1])
-
     def _sources(self, plan: Plan, number: int) -> Sources:
         """Where a part lies now."""
         part, version = plan.parts[number], plan.shelf.version
         if part.sources is None or part.sources.version != version:
-            part.sources = Sources.of(part, version)
+            part.sources = Sources.of(part, version, self.store.placement.disk)
         return part.sources
 
     def _load(self, plan: Plan, number: int, buffer: Buffer) -> Load:
         """What copies a part to a buffer from where it lies now, and will until `release`."""
         part, placement, sources = plan.parts[number], self.store.placement, self._sources(plan, number)
         plan.shelf.readers[HOST] += 1
-        level, disk = placement.levels[HOST], placement.disk
-        keys, nbytes = part.keys, part.nbytes
-        copy = copy_bytes if self.store.lane.overlaps else Tensor.copy_  # by the worker, or by all threads
+        level = placement.levels[HOST]
+        nbytes, overlaps = part.nbytes, self.store.lane.overlaps
+
+        def rows(of: Tensor, first: int, last: int) -> Tensor:
+            return of[first * nbytes : last * nbytes]
+
+        def copy(to: Tensor) -> None:
+            assert level is not None
+            how = copy_bytes if overlaps else Tensor.copy_  # by the worker alone, or by all threads
+            for place, first, last in sources.copies:
+                how(rows(to, first, last), level.pool.buffer[place : place + (last - first) * nbytes])
 
         def fill(to: Tensor) -> None:
-            for place, first, last in sources.copies:
-                assert level is not None
-                count = (last - first) * nbytes
-                copy(to[first * nbytes : first * nbytes + count], level.pool.buffer[place : place + count])
-            for first, last in sources.reads:
-                assert disk is not None
-                rows = to[first * nbytes : last * nbytes].view(-1, nbytes)
-                if not all(disk.read(keys[first:last], rows)):
-                    raise StoreError(
-                        f"blocks of layer {plan.shelf.layer} can't be read back from {disk.path}: "
-                        "reset() the cache and feed it again"
-                    )
+            if overlaps:
+                copy(to)
+            for first, last, batch in sources.reads:
+                batch.fetch(rows(to, first, last).view(-1, nbytes))
+
+        def finish(to: Tensor) -> None:
+            if not overlaps:
+                copy(to)
+            if not all(batch.good(rows(to, first, last).view(-1, nbytes)) for first, last, batch in sources.reads):
+                raise StoreError(LOST)
 
         if level is not None:
             level.hits += sources.on_host
@@ -222,13 +211,11 @@ class Stream:
         placement.disk_hits += on_disk
         placement.moved["host→device"] += sources.on_host * nbytes
         placement.moved["disk→device"] += on_disk * nbytes
-        return Load(fill, buffer, self.store.lane)
+        return Load(fill, finish, buffer, self.store.lane)
 
     def _discard(self, ahead: _Ahead) -> None:
         """Give up a load that nobody needs."""
         self.store.counts["prefetch_unused"] += 1
-        if ahead.load is None:
-            return
         if not ahead.load.claim():
             with suppress(StoreError):
                 ahead.load.wait()

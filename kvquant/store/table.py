@@ -12,7 +12,6 @@ from .allocator import Allocator
 from .base import ALIGNMENT, Key, key_bytes
 from .slab import Entry, seed_of
 
-
 EXTENT = 1 << 20  # bytes that a layer's blocks have to themselves, as long as there is room
 
 
@@ -28,7 +27,8 @@ class Table:
         self.allocator = Allocator(capacity, ALIGNMENT)
         self.aside: dict[int, Entry] = {}
         self.changed: dict[bytes, Entry | None] = {}
-        self.evicted = self.kept = self._turn = 0  # ``kept``: bytes that leave for no other
+        self.evicted = self._turn = 0
+        self.let_go: list[Key] | None = None  # what left for others, where somebody asks
         self._sequences: dict[int, dict[BlockKey, None]] = {}
 
     def reserve(
@@ -57,6 +57,8 @@ class Table:
         for entry in leaving:
             self._forget(entry)
             self.evicted += entry.key not in replaced
+            if self.let_go is not None and entry.key not in replaced:
+                self.let_go.append(entry.key)
         reserved = [
             Entry(key, at, nbytes, tag, seed, kept=kept) for key, at, seed in zip(keys, places, seeds, strict=True)
         ]
@@ -64,8 +66,8 @@ class Table:
         return reserved
 
     def fits(self, count: int, nbytes: int) -> bool:
-        """Whether `reserve` would find room, were all that may leave gone."""
-        return count * self.allocator.size(nbytes) <= self.allocator.capacity - self.kept
+        """Whether there is room without anybody leaving."""
+        return self.allocator.slots(nbytes) >= count
 
     def publish(self, entries: Iterable[Entry]) -> None:
         """Let reserved entries be found, instead of what had their keys."""
@@ -80,7 +82,6 @@ class Table:
     def add(self, entry: Entry) -> None:
         """Let an entry be found whose room is taken."""
         self.entries[entry.key] = entry
-        self.kept += entry.kept * self.allocator.size(entry.nbytes)
         self._turn = max(self._turn, entry.turn + 1)
         if isinstance(entry.key, BlockKey):
             self._sequences.setdefault(entry.key.sequence, {})[entry.key] = None
@@ -227,7 +228,6 @@ class Table:
     def _forget(self, entry: Entry) -> None:
         key = entry.key
         del self.entries[key]
-        self.kept -= entry.kept * self.allocator.size(entry.nbytes)
         if isinstance(key, bytes):
             self.changed[key] = None
             return

@@ -11,9 +11,8 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -21,72 +20,20 @@ from torch import Tensor
 
 from ..blocks import BlockKey
 from ..errors import StoreError, StoreFullError, shown
+from .audit import audit
 from .base import ALIGNMENT, Key, StoreStats, TierStats, as_payload, key_bytes
+from .books import Level
 from .disk import DiskStore
 from .memory import Pool
-from .placement import NAMES, Level, Placement, Shrink
+from .placement import NAMES, Placement, Shrink
+from .reserved import Reserved
 from .residency import DEVICE, HOST, Entry, Shelf, get_residency
 from .sizes import parse_bytes
 from .stream import Stream
 from .transfer import Buffer, Lane, Ring, Worker
 
-_BUFFERS = 4  # for staging
+_BUFFERS = 8  # for staging
 _PATIENCE = 60.0  # seconds to wait for a staging buffer that another thread reads
-
-
-class Reserved:
-    """See `Reservation`."""
-
-    def __init__(
-        self, store: TieredStore, keys: Sequence[Key], nbytes: int, tag: int, which: int, places: list[int]
-    ) -> None:
-        self._store, self._keys, self._nbytes, self._tag = store, list(keys), nbytes, tag
-        self._which, self._places = which, places  # None on disk, whose room is taken when written
-        self._open = True
-        self._direct = False
-        level = store.placement.levels[which] if which <= HOST else None
-        if level is not None and level.pool.buffer.device == store.device:
-            stretches = list(level.pool.runs(places, nbytes))
-            self._direct = len(stretches) == 1
-        if self._direct and level is not None:
-            self.payloads = level.pool.view(places[0], len(keys), nbytes)
-        else:
-            self.payloads = torch.empty(len(keys), nbytes, dtype=torch.uint8, device=store.device)
-
-    def commit(self) -> None:
-        """See `Reservation.commit`."""
-        with self._store.lock:
-            if not self._open:
-                raise StoreError("a reservation is committed, or given back, once")
-            self._open = False
-            placement = self._store.placement
-            level = placement.levels[self._which] if self._which <= HOST else None
-            if level is None:
-                assert placement.disk is not None
-                kept = placement.live(placement.shelf(self._keys[0]))
-                placement.disk.write(self._keys, self.payloads.cpu(), self._tag, kept=kept)
-            elif not self._direct:
-                level.pool.write(self._places, self.payloads)
-            for index, key in enumerate(self._keys):
-                place = self._places[index] if self._places else None
-                placement.insert(key, self._nbytes, self._tag, self._which, place)
-            self._store.counts["puts"] += len(self._keys)
-
-    def abort(self) -> None:
-        """See `Reservation.abort`."""
-        with self._store.lock:
-            level = self._store.placement.levels[self._which] if self._which <= HOST else None
-            if self._open and level is not None:
-                level.pool.free(self._places, self._nbytes)
-            self._open = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
 
 
 class TieredStore:
@@ -147,7 +94,7 @@ class TieredStore:
     def stream(self, sequence: int, layers: Sequence[int], shrink: Shrink | None = None) -> Stream:
         """Begin to decode a sequence whose ``layers`` are visited in this order; see `Stream`."""
         with self.lock:
-            self._check_open()
+            self.check_open()
             return Stream(self, sequence, layers, shrink)
 
     def retire(self, stream: Stream) -> None:
@@ -170,27 +117,39 @@ class TieredStore:
 
     def reserve(self, keys: Sequence[Key], nbytes: int, tag: int = 0) -> Reserved:
         """See `BlockStore.reserve`. What is reserved lies on the device, wherever it goes once committed."""
-        reserved = self.try_reserve(keys, nbytes, tag)
+        return self._reserve(keys, nbytes, tag, DEVICE)
+
+    def _reserve(self, keys: Sequence[Key], nbytes: int, tag: int, first: int) -> Reserved:
+        reserved = self.try_reserve(keys, nbytes, tag, first=first)
         if reserved is None:
             raise StoreFullError(f"no room for {len(keys)} × {nbytes} bytes: {self.in_words()}")
         return reserved
 
-    def try_reserve(self, keys: Sequence[Key], nbytes: int, tag: int = 0, spare: bool = False) -> Reserved | None:
-        """As `reserve`, but None where there is no room; ``spare``: on the device, and without anybody leaving."""
+    def try_reserve(
+        self, keys: Sequence[Key], nbytes: int, tag: int = 0, spare: bool = False, first: int = DEVICE
+    ) -> Reserved | None:
+        """As `reserve`, but None where there is no room, in tiers from the ``first`` on.
+
+        ``spare``: on the device, and without anybody leaving.
+        """
         if not keys or len(set(map(key_bytes, keys))) < len(keys):
             raise StoreError(f"keys {shown(list(keys))}; allowed: one or more, each once")
         if type(nbytes) is not int or nbytes < 1 or type(tag) is not int or not 0 <= tag < 256:
             raise StoreError(f"nbytes {shown(nbytes)}, tag {shown(tag)}; allowed: from 1 on, and 0 to 255")
         with self.lock:
-            self._check_open()
-            for which in (DEVICE,) if spare else (DEVICE, HOST):
+            self.check_open()
+            for which in (DEVICE,) if spare else (DEVICE, HOST)[first:]:
                 places = self.placement.room(which, keys, nbytes, spare)
                 if places is not None:
-                    return Reserved(self, keys, nbytes, tag, which, places)
-            disk = self.placement.disk
-            if not spare and disk is not None:
-                return Reserved(self, keys, nbytes, tag, HOST + 1, [])
-        return None
+                    return Reserved(self, keys, nbytes, tag, places, which)
+            kept = self.placement.live(self.placement.shelf(keys[0]))
+            room = None if spare else self.placement.on_disk(lambda disk: disk.reserve(keys, nbytes, tag, kept=kept))
+            return None if room is None else Reserved(self, keys, nbytes, tag, room, HOST + 1)
+
+    def pool(self, which: int) -> Pool | None:
+        """The memory of device or host."""
+        level = self.placement.levels[which] if which <= HOST else None
+        return None if level is None else level.pool
 
     def put(self, key: Key, payload: Tensor, tag: int = 0) -> None:
         """See `BlockStore.put`."""
@@ -202,15 +161,9 @@ class TieredStore:
     def put_below(self, key: Key, payload: Tensor, tag: int = 0) -> None:
         """As `put`, but not on the device: for what is not needed there soon."""
         payload = as_payload(payload)
-        with self.lock:
-            self._check_open()
-            places = self.placement.room(HOST, [key], len(payload), spare=False)
-            which = HOST if places is not None else HOST + 1
-            if places is None and self.placement.disk is None:
-                raise StoreFullError(f"no room for {len(payload)} bytes: {self.in_words()}")
-            with Reserved(self, [key], len(payload), tag, which, places or []) as room:
-                room.payloads[0].copy_(payload)
-                room.commit()
+        with self._reserve([key], len(payload), tag, HOST) as room:
+            room.payloads[0].copy_(payload)
+            room.commit()
 
     @property
     def keeps(self) -> bool:
@@ -223,7 +176,7 @@ class TieredStore:
         Raises `StoreError` where there is no disk, `StoreFullError` where it has no room.
         """
         with self.lock:
-            self._check_open()
+            self.check_open()
             self.placement.keep(keys, payloads, tag)
 
     def get(self, key: Key) -> Tensor | None:
@@ -246,25 +199,28 @@ class TieredStore:
     def tag(self, key: Key) -> int | None:
         """See `BlockStore.tag`."""
         with self.lock:
-            entry = self.placement.find(key)
+            entry = self._find(key)
             return None if entry is None else entry.tag
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         """See `BlockStore.prefetch`: what is on disk only is read into the host's memory meanwhile."""
         with self.lock:
-            self._check_open()
-            self.worker.add([_Fetch(self, key) for key in keys])
+            self.worker.add([_Fetch(self, key) for key in keys if self._find(key) is not None])
 
     @contextmanager
     def pin(self, keys: Iterable[Key]) -> Iterator[list[Key]]:
         """See `BlockStore.pin`."""
         with self.lock:
-            self._check_open()
-            pinned = [entry for key in keys if (entry := self.placement.find(key)) is not None]
+            self.check_open()
+            pinned = [entry for key in keys if (entry := self._find(key)) is not None]
             for entry in pinned:
                 entry.pins += 1
+            below = ExitStack()
+            if self.placement.disk is not None:
+                below.enter_context(self.placement.disk.pin([entry.key for entry in pinned if entry.disk]))
         try:
-            yield [entry.key for entry in pinned]
+            with below:
+                yield [entry.key for entry in pinned]
         finally:
             with self.lock:
                 for entry in pinned:
@@ -274,8 +230,8 @@ class TieredStore:
     def delete(self, keys: Iterable[Key]) -> int:
         """See `BlockStore.delete`."""
         with self.lock:
-            self._check_open()
-            return sum([self.placement.remove(key) for key in keys])
+            self.check_open()
+            return sum([self.placement.remove(key) for key in keys if key_bytes(key)])
 
     def delete_sequence(self, sequence: int) -> int:
         """See `BlockStore.delete_sequence`."""
@@ -293,11 +249,12 @@ class TieredStore:
     def keys(self) -> list[Key]:
         """See `BlockStore.keys`."""
         with self.lock:
+            self.check_open()
             return [entry.key for _, entry in self.placement.entries()]
 
     def __contains__(self, key: Key) -> bool:
         with self.lock:
-            return self.placement.find(key) is not None
+            return self._find(key) is not None
 
     def __len__(self) -> int:
         return len(self.keys())
@@ -305,6 +262,7 @@ class TieredStore:
     def stats(self) -> StoreStats:
         """See `BlockStore.stats`."""
         with self.lock:
+            self.check_open()
             disk = self.placement.disk
             return StoreStats(
                 tiers=tuple(self._tiers()),
@@ -323,18 +281,19 @@ class TieredStore:
     def check(self) -> list[str]:
         """See `BlockStore.check`."""
         with self.lock:
+            self.check_open()
             disk = self.placement.disk
-            return self.placement.check() + ([] if disk is None else disk.check())
+            return audit(self.placement) + ([] if disk is None else disk.check())
 
     def flush(self) -> None:
         """See `BlockStore.flush`: what has a key of bytes goes to the disk as well, as far as there is room."""
         with self.lock:
-            self._check_open()
+            self.check_open()
             if self.placement.disk is None:
                 return
             for shelf, entry in self.placement.entries():
                 if shelf.sequence is None and not entry.disk:
-                    self.placement.to_disk([(shelf, entry)])
+                    self.placement.to_disk([(shelf, entry)], spare=True)
             self.placement.disk.flush()
 
     def close(self) -> None:
@@ -353,9 +312,7 @@ class TieredStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def take_buffer(self, stream: Stream) -> Buffer:
@@ -397,7 +354,13 @@ class TieredStore:
             (tier,) = self.placement.disk.stats().tiers
             yield TierStats("disk", tier.budget, tier.used, tier.payloads, self.placement.disk_hits)
 
-    def _check_open(self) -> None:
+    def _find(self, key: Key) -> Entry | None:
+        self.check_open()
+        key_bytes(key)  # raises for what is no key
+        return self.placement.find(key)
+
+    def check_open(self) -> None:
+        """Raises `StoreError` once it is closed; lets go of what was retired."""
         if self.closed:
             raise StoreError("the store is closed")
         while self._retired:
@@ -420,4 +383,5 @@ class _Fetch:
             entry = self._store.placement.find(self._key)
             wanted = entry is not None and all(place is None for place in entry.places) and not self._store.closed
         if wanted:
-            self._store.get(self._key)
+            with suppress(StoreError):  # it was closed meanwhile
+                self._store.get(self._key)

@@ -7,7 +7,9 @@ its own; events keep either side from touching a buffer too early.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import threading
 import time
 from collections import deque
@@ -20,6 +22,9 @@ import torch
 from torch import Tensor
 
 from .base import ALIGNMENT
+
+_PAGE = 4096
+_NICE = 10  # what a worker's thread adds: to be woken up must not stop those that compute
 
 
 def copy_bytes(to: Tensor, source: Tensor) -> None:
@@ -49,11 +54,17 @@ class Job(Protocol):
 
 
 class Load:
-    """Fills a buffer: ``fill`` is given the bytes on the host. Exactly one thread runs it."""
+    """Fills a buffer, whose bytes on the host both calls are given: ``fill`` in exactly one thread, ahead if it may.
 
-    def __init__(self, fill: Callable[[Tensor], None], buffer: Buffer, lane: Lane) -> None:
+    ``finish`` is called by whoever waits, for what that one does better: on a CPU copies within its memory, by all
+    threads, and everywhere to verify what was read. On a GPU it is called before the buffer is sent.
+    """
+
+    def __init__(
+        self, fill: Callable[[Tensor], None], finish: Callable[[Tensor], None], buffer: Buffer, lane: Lane
+    ) -> None:
         self.buffer = buffer
-        self._fill = fill
+        self._fill, self._finish = fill, finish
         self._lane = lane
         self._claimed = threading.Lock()
         self._done: Future[None] = Future()
@@ -72,7 +83,9 @@ class Load:
         try:
             self._lane.reuse(self.buffer)
             self._fill(self.buffer.host)
-            self._lane.send(self.buffer)
+            if self._lane.overlaps:
+                self._finish(self.buffer.host)
+                self._lane.send(self.buffer)
             self._done.set_result(None)
         except BaseException as error:
             self._done.set_exception(error)
@@ -83,6 +96,8 @@ class Load:
         if not self.done and self.claim():
             self.run()
         self._done.result()
+        if not self._lane.overlaps:
+            self._finish(self.buffer.host)
         self._lane.receive(self.buffer)
         return time.perf_counter() - began
 
@@ -97,10 +112,11 @@ class Lane:
 
     def buffer(self, nbytes: int) -> Buffer:
         """A staging buffer."""
-        device = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self._stream is None:
-            return Buffer(device, device)
-        return Buffer(device, torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
+            host = _aligned(nbytes)
+            return Buffer(host, host)
+        device = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return Buffer(device, _aligned(nbytes, pin_memory=True))
 
     def send(self, buffer: Buffer) -> None:
         """Start what brings a filled buffer to the device, once its last reader is done."""
@@ -126,6 +142,14 @@ class Lane:
         """Wait until a buffer's twin on the host may be written again."""
         if buffer.filled is not None:
             buffer.filled.synchronize()
+
+
+def _aligned(nbytes: int, **how: bool) -> Tensor:
+    """Memory of the host that begins with a page, as reading past the system's cache demands."""
+    room = torch.empty(nbytes + _PAGE, dtype=torch.uint8, **how)  # type: ignore[call-overload]
+    first = -room.data_ptr() % _PAGE
+    found: Tensor = room[first : first + nbytes]
+    return found
 
 
 @dataclass
@@ -194,6 +218,8 @@ class Worker:
             self._thread.join()
 
     def _run(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):  # not every system has it for a thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
         while True:
             with self._wake:
                 while not self._waiting and not self._closed:

@@ -1,36 +1,19 @@
-"""Contracts that others can hold their own codecs to, and the error measures all tests use.
+"""What every codec owes its users, as tests.
 
-    from kvquant.testing import CodecContract
-
-    class TestMyCodec(CodecContract):
-        codec = MyCodec()
-        sqnr_floor = 20.0
-
-Needs pytest only to be collected; importing it runs nothing.
+class TestMyCodec(CodecContract):
+    codec = MyCodec()
+    sqnr_floor = 20.0
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 from torch import Tensor
 
-from .codecs import Codec, Fields, get_codec
-
-
-def relative_rms(actual: Tensor, expected: Tensor) -> float:
-    """Root mean square of the error over that of ``expected``; 0 where both are all zero."""
-    error = (actual.double() - expected.double()).square().mean().sqrt()
-    size = expected.double().square().mean().sqrt()
-    return float(error / size) if error else 0.0
-
-
-def sqnr_db(actual: Tensor, expected: Tensor) -> float:
-    """Signal to quantisation noise in dB; infinite where equal."""
-    rms = relative_rms(actual, expected)
-    return -20 * math.log10(rms) if rms else math.inf
+from ..codecs import Codec, Fields, get_codec
+from .measures import sqnr_db
 
 
 class CodecContract:
