@@ -97,7 +97,9 @@ def _bench_table(rows: Sequence[BenchRow]) -> Table:
         heading = "÷ " + re.sub("(?<=[a-z])(?=[A-Z])| ", "\n", baseline)
         columns[heading] = [_number(ratios.get((subject, baseline)), ".3f") for subject in lines]
     columns |= {
-        "MiB\n" + ("read" if rows[0].bench not in _STORES else "moved"): [_mib(row.bytes_moved) for row in lines.values()],
+        "MiB\n" + ("read" if rows[0].bench not in _STORES else "moved"): [
+            _mib(row.bytes_moved) for row in lines.values()
+        ],
         "of read\nbandwidth": [_number(row.bandwidth_fraction, ".0%") for row in lines.values()],
         "peak\nMiB": [_mib(row.peak_bytes) for row in lines.values()],
         value[0]: [value[1](row.value) for row in lines.values()],
@@ -106,7 +108,7 @@ def _bench_table(rows: Sequence[BenchRow]) -> Table:
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     # A baseline that is no line of its own, since nothing else is compared with.
-    for baseline in baselines.keys() - lines.keys():
+    for baseline in [name for name in baselines if name not in lines]:
         cells = [_digits(baselines[baseline]) if name == "ms" else _NOTHING for name in shown]
         table.add_row(Text(baseline), *cells)
     for index, subject in enumerate(lines):

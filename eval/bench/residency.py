@@ -7,11 +7,11 @@ just now is what is needed last. With room for C of N layers
     forced admission     (C−1)/(N−1) at best, where what is fetched has to take somebody's place
     least recently used  0: what leaves is always what comes next
 
-A real `TieredStore` is driven through such passes, by streams as caches have them: the device's budget is C payloads,
-one a layer, the host holds the rest. ``value`` is the hit rate, the reads that were served on the device over all reads
-after the passes that do not count; ``bytes_moved`` what a pass copies to the device, ``peak_bytes`` what is held
-there. Times are of whole passes that do nothing else, compared with those of a store that has room for all: they tell
-what the books cost, and a miss on top. As the device stands the CPU's memory, on any machine: hit rates are the same.
+A real `TieredStore` is driven through such passes, by streams as caches have them. The device's budget is C payloads,
+one a layer, and the host has room for the rest. ``value`` is the hit rate: of the reads in all passes but the first
+few, the share that was served on the device. ``bytes_moved`` is what a pass copies to it, ``peak_bytes`` what is held
+there. Times are of passes that do nothing else, compared with those of a store that has room for all: what the books
+cost, and a miss on top. The CPU's memory stands for the device's on any machine, since hit rates are the same.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def _run(
     for cycle in cycles.values():
         cycle.close()
     forced = (room - 1) / (layers - 1)
-    bound = Result(value=room / layers, detail=f"C/N; where what is fetched has to be kept, (C-1)/(N-1) = {forced:.4f}")
+    bound = Result(
+        value=room / layers, detail=f"C/N; where what is fetched has to be kept, (C-1)/(N-1) = {forced:.4f}"
+    )
     rows = compare("residency", room, guard.marked(results) | {BOUND: bound}, [ALL])
     return Outcome(list(rows), [Case(room, bool(guard.note))])
 
