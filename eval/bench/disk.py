@@ -48,15 +48,14 @@ def payload_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.slab"))
 
 
-def forget(file: Path) -> bool:
-    """Have the system write a file to its disk and drop it from memory; whether it did."""
+def forget(file: Path, nbytes: int) -> bool:
+    """Have the system write a file to its disk and drop it from memory; whether it did, of the first ``nbytes``."""
     handle = os.open(file, os.O_RDONLY)
     try:
         os.fsync(handle)
         if not hasattr(os, "posix_fadvise"):
             return False
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        size = os.fstat(handle).st_size
-        return not any(Files().is_cached(handle, size * place // _PROBES) for place in range(_PROBES) if size)
+        return not any(Files().is_cached(handle, nbytes * place // _PROBES) for place in range(_PROBES))
     finally:
         os.close(handle)

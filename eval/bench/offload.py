@@ -201,8 +201,12 @@ class OffloadBench:
         self, store: TieredStore | None = None, when: str = "seal", folder: Path | None = None, cold: bool = False
     ) -> Way:
         policy = self.policy.model_copy(update={"when": when})
-        cache = KVQuantCache.for_model(self.model, policy, store=store)
-        self.decoder.fill(cache, self.rows, [PIECE] * -(-self.rows.width // PIECE))
+        with ExitStack() as stack:
+            if store is not None:
+                stack.callback(store.close)
+            cache = KVQuantCache.for_model(self.model, policy, store=store)
+            self.decoder.fill(cache, self.rows, [PIECE] * -(-self.rows.width // PIECE))
+            stack.pop_all()
         stepper = Stepper(self.decoder, cache, self.rows, self.options.steps, partial(streamed, self.model))
         return Way(stepper, store, folder, cold)
 
@@ -269,10 +273,10 @@ class Way:
         moved = int(each.get("host", 0)), int(each.get("disk", 0))
         notes = [
             held,
-            f"a step brings {in_words(moved[0])} from the host, {in_words(moved[1])} from disk",
-            f"fetched ahead in a step: {each.get('hits', 0):.1f} in time, {each.get('late', 0):.1f} late, "
+            f"a step brings {in_words(moved[0])} from the host, {in_words(moved[1])} from disk, and waits "
+            f"{each.get('stall', 0) / 1e6:.2f} ms",
+            f"prefetches in a step: {each.get('hits', 0):.1f} in time, {each.get('late', 0):.1f} late, "
             f"{each.get('unused', 0):.1f} unused",
-            f"{each.get('stall', 0) / 1e6:.2f} ms waiting",
         ]
         layers = [index for index, layer in enumerate(cache.layers) if hasattr(layer, "held")]
         sequence = next(stream.sequence for stream in self.store.streams)
@@ -306,7 +310,7 @@ class Way:
         assert self.folder is not None
         (file,) = payload_files(self.folder)
         if self.cold:
-            forget(file)
+            forget(file, self._used())
         buffer, left = bytearray(_READ), self._used()
         handle = os.open(file, os.O_RDONLY)
         try:
@@ -338,7 +342,7 @@ class Way:
             while stream.drop_last():
                 self._did["unused"] -= 1  # it would have been of use
         for file in payload_files(self.folder):
-            self._dropped &= forget(file)
+            self._dropped &= forget(file, self._used())
 
     def _done(self) -> Counter[str]:
         if self.store is None:

@@ -137,7 +137,7 @@ class StoreBench:
             move()
         else:
             for file in (self._plain, *payload_files(self._folder)):
-                self._cold &= forget(file)
+                self._cold &= forget(file, self._bytes)
         if move == self._put:
             self._store.delete([key for run in self._runs for key in run])
         began = time.perf_counter()
