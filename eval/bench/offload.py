@@ -28,7 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -363,10 +363,4 @@ def _beside(result: Result, dense: int) -> Result:
     assert result.peak_bytes is not None
     share = result.peak_bytes / dense
     told = f"{in_words(result.peak_bytes)} on the device, {share:.3f} of {STOCK}'s"
-    return Result(
-        result.seconds,
-        bytes_moved=result.bytes_moved,
-        peak_bytes=result.peak_bytes,
-        value=share,
-        detail=told,
-    ).noted(result.detail)
+    return replace(result, value=share, detail=told).noted(result.detail)
