@@ -70,14 +70,14 @@ def print_bench(console: Console, outcome: Outcome) -> None:
     """A table per case, a line per subject, about 90 columns wide, of columns that have a number; failures below."""
     for case in outcome.cases:
         here = [row for row in outcome.rows if row.case == case.case]
-        told = [f"[bold]{format_context(case.case)} tokens[/bold]"]
+        told = [f"[bold]{_case(here[0].bench, case.case)}[/bold]"]
         if case.read_gb_per_second is not None:
             told.append(f"read bandwidth {case.read_gb_per_second:.1f} GB/s")
         if case.loaded:
             told.append("[yellow]on a busy machine[/yellow]")
         console.print(", ".join(told), highlight=False)
-        console.print(_bench_table([row for row in here if row.ms_median is not None]))
-        for subject, detail in {row.subject: row.detail for row in here if row.ms_median is None}.items():
+        console.print(_bench_table([row for row in here if not row.failed]))
+        for subject, detail in {row.subject: row.detail for row in here if row.failed}.items():
             console.print(f"{subject}: {detail}", style="yellow", markup=False, highlight=False, soft_wrap=True)
         console.print()
 
@@ -87,14 +87,19 @@ def _bench_table(rows: Sequence[BenchRow]) -> Table:
     lines = {row.subject: row for row in rows}  # of a subject's rows all but the baseline are alike
     ratios = {(row.subject, row.baseline): row.ratio for row in rows}
     value = _VALUES[rows[0].bench]
+    paired = len(baselines) == len(rows) > 1  # each subject has a baseline of its own
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     table.add_column("subject", overflow="fold")  # numbers are never cut off, long names go on in the next line
     columns: dict[str, list[str]] = {"ms": [_digits(row.ms_median) for row in lines.values()]}
-    for baseline in baselines:
+    if paired:
+        columns["ratio"] = [_number(row.ratio, ".3f") for row in rows]
+    for baseline in () if paired else baselines:
         heading = "÷ " + re.sub("(?<=[a-z])(?=[A-Z])| ", "\n", baseline)
         columns[heading] = [_number(ratios.get((subject, baseline)), ".3f") for subject in lines]
     columns |= {
-        "MiB\nread": [_mib(row.bytes_moved) for row in lines.values()],
+        "MiB\n" + ("read" if rows[0].bench not in _STORES else "moved"): [
+            _mib(row.bytes_moved) for row in lines.values()
+        ],
         "of read\nbandwidth": [_number(row.bandwidth_fraction, ".0%") for row in lines.values()],
         "peak\nMiB": [_mib(row.peak_bytes) for row in lines.values()],
         value[0]: [value[1](row.value) for row in lines.values()],
@@ -103,7 +108,7 @@ def _bench_table(rows: Sequence[BenchRow]) -> Table:
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     # A baseline that is no line of its own, since nothing else is compared with.
-    for baseline in baselines.keys() - lines.keys():
+    for baseline in [name for name in baselines if name not in lines]:
         cells = [_digits(baselines[baseline]) if name == "ms" else _NOTHING for name in shown]
         table.add_row(Text(baseline), *cells)
     for index, subject in enumerate(lines):
@@ -120,12 +125,27 @@ def _mib(size: int | None) -> str:
     return _number(None if size is None else size / 2**20, ".1f")
 
 
+_STORES = {"residency", "store", "offload"}  # benches that tell what is moved
 _VALUES: dict[str, tuple[str, Callable[[float | None], str]]] = {  # what a bench calls its value, and how it writes it
     "attention": ("error", partial(_number, form=".1e")),
     "decode": ("ms for\nhistory", _digits),
     "peers": ("ms for\nhistory", _digits),
     "prefill": ("encoding", partial(_number, form=".2%")),
+    "residency": ("hits", partial(_number, form=".2%")),
+    "store": ("GB/s", partial(_number, form=".2f")),
+    "offload": ("bytes ÷\nDynamic", partial(_number, form=".3f")),
 }
+
+
+def _case(bench: str, case: int) -> str:
+    """What a bench calls a case."""
+    match bench:
+        case "residency":
+            return f"Room for {case} layers"
+        case "store":
+            return f"Payloads of {case / 1024:.4g} KiB"
+        case _:
+            return f"{format_context(case)} tokens"
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis, means: Mapping[str, str]) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from .errors import InputError
 
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
+_SIZE_UNITS = _UNITS | {"g": 1024**3}
+_SIZE = re.compile(r"(\d{1,15})([kmg]?)", re.IGNORECASE | re.ASCII)
 _TOKENS = re.compile(r"(\d{1,12})([km]?)", re.IGNORECASE | re.ASCII)
 
 
@@ -41,6 +43,17 @@ def parse_tokens(option: str, text: str, more: str = "") -> int:
             f"M (1048576){more}"
         )
     return tokens
+
+
+def parse_size(option: str, text: str) -> int:
+    """A number of bytes; ``140K`` is 143360, M and G follow. Raises `InputError`."""
+    match = _SIZE.fullmatch(text)
+    size = int(match[1]) * _SIZE_UNITS[match[2].lower()] if match else 0
+    if not 0 < size < 1 << 60:
+        raise InputError(
+            f"{option}: {text!r} is not a number of bytes; allowed: whole numbers from 1, also with K (1024), M or G"
+        )
+    return size
 
 
 def expanded(option: str, path: str | Path) -> Path:

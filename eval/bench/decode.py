@@ -86,7 +86,7 @@ def run_steps(
         check_memory(
             "--contexts",
             f"{options.batch} × {format_context(context)}",
-            options.batch * _memory(loaded.model, policies, context),
+            options.batch * steps_memory(loaded.model, policies, context),
         )
     found = Outcome()
     for context in contexts:
@@ -189,7 +189,7 @@ class DecodeBench:
         return Stepper(self.decoder, cache, self.rows, self.steps, attention, share, rewind)
 
 
-def _memory(model: Any, policies: Sequence[Any], context: int) -> int:
+def steps_memory(model: Any, policies: Sequence[Any], context: int) -> int:
     """Bytes a row takes in all caches: two baselines, one copied as it grows; each policy, plain and sealing."""
     states, _ = states_of(model, context)
     dense = sum(keys.nbytes + values.nbytes for keys, values in states.values())

@@ -185,6 +185,15 @@ def held_bytes(cache: Any) -> int:
     return total
 
 
+def device_bytes(cache: KVQuantCache) -> int:
+    """Bytes of all that a cache has allocated itself, where it computes; what its store holds is not among them."""
+    total = 0
+    for layer in cache.layers:
+        own = layer.held.tensors() if hasattr(layer, "held") else tensors_in(vars(layer))
+        total += sum(tensor.nbytes for tensor in own)
+    return total
+
+
 def _bytes(side: Any, blocks: int) -> int:
     """Bytes of so many blocks, tails and sinks."""
     tails = [tail.tokens for tail in side.tails]

@@ -15,11 +15,12 @@ READ = "read bandwidth"  # takes turns with the subjects
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One subject against one baseline in one case (a number of tokens).
+    """One subject against one baseline in one case (a number of tokens, mostly).
 
     Times in milliseconds, bytes in bytes; what a bench does not measure, or could not, is None. ``ratio`` is
     ``ms_median / baseline_ms_median``: below 1 is faster. ``bytes_moved`` are what has to be read of the history, and
-    ``bandwidth_fraction`` how near that comes to the machine's read bandwidth. Each bench says what ``value`` is.
+    ``bandwidth_fraction`` how near that comes to the machine's read bandwidth. Each bench says what ``value`` is, and
+    those of stores what they move.
     """
 
     bench: str
@@ -34,6 +35,11 @@ class BenchRow:
     peak_bytes: int | None = None
     value: float | None = None
     detail: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing was found out of its subject."""
+        return self.ms_median is None and self.value is None
 
     def as_dict(self) -> dict[str, Any]:
         """The row with JSON's own types only."""

@@ -27,8 +27,8 @@ UNTIMED = 1  # steps of a turn before those that count: a cache's first step aft
 class Stepper:
     """A way to take steps after ``rows`` that ``cache`` holds, of which ``steps`` are timed in a turn.
 
-    The model attends as within ``attention()``. Steps are taken with ``fork(cache)``, and ``rewind`` is given that and
-    the number of steps afterwards. ``nbytes``: those of the history.
+    The model attends as within ``attention()``. Steps are taken with ``fork(cache)``, each after ``prepare()``, and
+    ``rewind`` is given that cache and the number of steps afterwards. ``nbytes``: those of the history.
     """
 
     decoder: Decoder
@@ -39,6 +39,7 @@ class Stepper:
     fork: Callable[[Any], Any] = lambda cache: cache
     rewind: Callable[[Any, int], None] = lambda cache, steps: None
     detail: str = ""
+    prepare: Callable[[], None] = lambda: None
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,6 +82,7 @@ class Stepper:
 
     def _step(self, cache: Any, done: int) -> float:
         given = self.decoder.inputs(self.rows, done)
+        self.prepare()
         began = time.perf_counter()
         self._run(cache, given)
         return time.perf_counter() - began

@@ -245,7 +245,7 @@ def filled(bench):
 
 def test_memory_is_what_caches_take(llama):
     context = 1 << 10
-    needed = decode._memory(llama, [INT4, small_policy("fp16")], context)
+    needed = decode.steps_memory(llama, [INT4, small_policy("fp16")], context)
     decoder, rows = Decoder.of(llama, 4), Rows((context,))
     taken = []
     for cache in (
