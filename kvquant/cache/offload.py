@@ -58,6 +58,9 @@ class Shared:
     sides: dict[int, tuple[History, History]] = field(default_factory=dict)  # by layer; these hold no tokens
     records: dict[int, dict[int, Record]] = field(default_factory=dict)  # by layer and tag
 
+    def __post_init__(self) -> None:
+        self.pool.watch(self)
+
     def shrink(self, layer: int, slots: Sequence[int], payloads: Tensor) -> tuple[Tensor, int]:
         """Encode blocks that were kept as they were; see `kvquant.store.placement.Shrink`."""
         exact = self.records[layer][SHRINKABLE].views(payloads)

@@ -40,7 +40,7 @@ class Part:
     numbers: tuple[int, ...]
     entries: tuple[Entry, ...]
     sources: Sources | None = None
-    runs: dict[int, list[Run]] = field(default_factory=dict)  # by buffer
+    runs: dict[Buffer, list[Run]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -54,13 +54,13 @@ class Part:
 
     def of(self, buffer: Buffer) -> list[Run]:
         """What a buffer that was loaded holds."""
-        if id(buffer) not in self.runs:
+        if buffer not in self.runs:
             rows = buffer.device[: len(self.entries) * self.nbytes].view(-1, self.nbytes)
             found = []
             for first, last in _stretches(self.numbers, 1):
                 found.append(Run(self.numbers[first], rows[first:last], self.entries[0].tag))
-            self.runs[id(buffer)] = found
-        return self.runs[id(buffer)]
+            self.runs[buffer] = found
+        return self.runs[buffer]
 
 
 @dataclass(frozen=True)

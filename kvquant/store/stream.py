@@ -55,6 +55,7 @@ class Stream:
         self._plans: dict[int, Plan] = {}
         self._first = 0  # the visit that began the pass
         self._ahead: deque[_Ahead] = deque()  # in the order of visits
+        self._closed = False
         self._next = (0, 0)  # the visit, and the part of it, that is scheduled next
         turn = Turn({layer: place for place, layer in enumerate(layers)})
         self.turn = store.placement.clock.turns.setdefault(sequence, turn)
@@ -65,6 +66,7 @@ class Stream:
     def begin(self, blocks: tuple[int, ...]) -> None:
         """A pass begins that reads ``blocks`` of every layer, in this order; fetching starts."""
         with self.store.lock:
+            self._check_open()
             self.store.placement.clock.begin(self.sequence)
             self._first += len(self.layers)
             self._table = blocks
@@ -77,6 +79,7 @@ class Stream:
         if nbytes % ALIGNMENT:
             raise StoreError(f"payloads of {nbytes} bytes; allowed: multiples of {ALIGNMENT}")
         with self.store.lock:
+            self._check_open()
             self.turn.position = self.turn.places[layer]
             if nbytes > self.store.ring.nbytes:
                 self._make_room_in_buffers(nbytes)
@@ -86,17 +89,27 @@ class Stream:
     def read(self, layer: int, blocks: tuple[int, ...]) -> Reading:
         """``blocks`` of a layer, which are those of the pass. Raises `StoreError` where one is lost."""
         with self.store.lock:
+            self._check_open()
             place = self.layers.index(layer)
-            return Reading(self, place, self._first + place, self._plan(place, blocks))
+            return Reading(self, place, self._first + place, self.plan(place, blocks))
 
     def close(self) -> None:
         """Read no more. What the sequence has is forgotten with its last stream."""
         with self.store.lock:
+            if self._closed:
+                return
+            self._closed = True
             while self._ahead:
                 self.drop_last()
+            self.store.changed.notify_all()
             self.store.streams.remove(self)
             if not any(stream.sequence == self.sequence for stream in self.store.streams):
                 self.store.placement.end(self.sequence)
+
+    def _check_open(self) -> None:
+        self.store.check_open()
+        if self._closed:
+            raise StoreError(f"the stream of sequence {self.sequence} is closed")
 
     def drop_last(self) -> bool:
         """Give up the load that is needed last, if there is any; it will be scheduled again."""
@@ -136,7 +149,8 @@ class Stream:
             self._fetch_ahead(visit)
             self.store.changed.notify_all()
 
-    def _plan(self, place: int, table: tuple[int, ...]) -> Plan:
+    def plan(self, place: int, table: tuple[int, ...]) -> Plan:
+        """How the layer at a place is read now."""
         shelf = self.store.placement.shelf(BlockKey(self.sequence, self.layers[place], 0))
         plan = self._plans.get(place)
         if plan is None or plan.shelf is not shelf or plan.table is not table or plan.version != shelf.version:
@@ -148,8 +162,11 @@ class Stream:
         """Have what comes from ``visit`` on fetched, for a whole round at most, into buffers that are free."""
         loads = []
         place, number = max(self._next, (visit, 0))
-        while place < visit + len(self.layers):
-            plan = self._plan(place % len(self.layers), self._table)
+        while not self._closed and place < visit + len(self.layers):
+            try:
+                plan = self.plan(place % len(self.layers), self._table)
+            except StoreError:  # a block is lost, which `read` will say
+                break
             if number >= len(plan.parts):
                 place, number = place + 1, 0
                 continue
@@ -244,6 +261,8 @@ class Reading:
         stream, plan = self._stream, self._plan
         placement, lock = stream.store.placement, stream.store.lock
         with lock:
+            if plan.version != plan.shelf.version:  # another thread has moved something since
+                plan = self._plan = stream.plan(self._place, plan.table)
             plan.shelf.readers[DEVICE] += 1
             placement.use(plan.shelf)
             level = placement.levels[DEVICE]

@@ -173,10 +173,11 @@ class Ring:
 
     def give_back(self, buffer: Buffer) -> None:
         """See `take`."""
-        self.free.append(buffer)
+        if buffer.device.nbytes == self.nbytes:  # another thread had it when they grew
+            self.free.append(buffer)
 
     def grow(self, nbytes: int) -> None:
-        """Have buffers of at least so many bytes; for when nobody has one."""
+        """Have buffers of at least so many bytes, in place of those there are."""
         if nbytes > self.nbytes:
             self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
             self.free.clear()
