@@ -125,7 +125,7 @@ class Placement(Books):
         disk = self.disk
         if disk is None:
             return None
-        before = disk.stats().evictions
+        before = disk.stats()
         staying = [entry.key for shelf, entry in self.entries() if entry.disk and (spare or self._needs(shelf, entry))]
         try:
             with disk.pin(staying):
@@ -133,7 +133,9 @@ class Placement(Books):
         except StoreError:  # no room, or a fault, which is counted there
             return None
         finally:
-            if disk.stats().evictions != before:
+            after = disk.stats()
+            # What a reservation replaces may have left as well, and is not counted as evicted.
+            if after.evictions != before.evictions or after.tiers[0].payloads < before.tiers[0].payloads:
                 self._note_evicted(disk)
 
     def _needs(self, shelf: Shelf, entry: Entry) -> bool:
