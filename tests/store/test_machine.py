@@ -18,6 +18,7 @@ from kvquant.store.placement import SHRINKABLE
 from kvquant.store.residency import residency_names
 from kvquant.store.tiered import TieredStore
 from kvquant.testing import payload_of
+from tests.store.streams import Inline
 
 UNIT = 128
 LAYERS = 2
@@ -33,15 +34,6 @@ sequences = st.sampled_from(SEQUENCES)
 
 def shrink(layer, blocks, payloads):
     return payloads[:, : FULL // 2].contiguous(), 1
-
-
-class Inline:
-    """A worker that does at once what it is given."""
-
-    def add(self, jobs):
-        for job in jobs:
-            if job.claim():
-                job.run()
 
 
 class Sequence:

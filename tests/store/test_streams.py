@@ -13,7 +13,7 @@ from kvquant.store.disk import DiskStore
 from kvquant.store.residency import get_residency
 from kvquant.store.tiered import TieredStore
 from kvquant.testing import FaultyFiles, at_calls, payload_of
-from tests.store.streams import NBYTES, at_rest, read, read_layer, verify, write
+from tests.store.streams import NBYTES, Inline, at_rest, read, read_layer, verify, write
 
 LAYERS, BLOCKS = 4, 6
 ALL = LAYERS * BLOCKS * NBYTES
@@ -305,3 +305,21 @@ def test_what_prefetches_count(make, overlaps):
     assert stats.moved["host→device"] >= 3 * ALL
     stream.close()
     assert store.stats().prefetch_unused == (3 if overlaps else 0)
+
+
+def test_what_is_asked_for_soon_comes_up_from_disk(make):
+    """Without anybody being dropped for it."""
+    store = make(None, 4 * NBYTES, ALL)
+    names = [b"%d" % n for n in range(8)]
+    for name in names:
+        store.put(name, payload_of(name, 1, NBYTES))
+    assert store.stats().tiers[0].payloads == 4
+    store.delete(names[4:6])
+    assert [tier.payloads for tier in store.stats().tiers] == [2, 4]
+    worker, store.worker = store.worker, Inline()
+    store.prefetch([b"absent", *names[:3]])
+    store.worker = worker
+    assert [tier.payloads for tier in store.stats().tiers] == [4, 5]  # for the third, one went down
+    for name in [*names[:4], *names[6:]]:
+        assert store.get(name).equal(payload_of(name, 1, NBYTES))
+    assert len(store) == 6
