@@ -25,7 +25,7 @@ _shown.maxlevel, _shown.maxdict, _shown.maxlist, _shown.maxstring, _shown.maxoth
 def shown(given: object) -> str:
     """``repr`` of what a user gave, never longer than a line can take."""
     try:
-        return _shown.repr(given)
+        return " ".join(_shown.repr(given).split("\n"))
     except ValueError:  # an integer of thousands of digits
         return f"<{type(given).__name__}>"
 

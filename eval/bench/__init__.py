@@ -6,6 +6,6 @@ What the machine can do at best, its read bandwidth, is measured between the sub
 is one layer's attention by itself; `decode` a whole step of a model, for which `history` fills caches; `peers` the
 same step through other people's caches; `prefill` the reading of a prompt. `dense` has what torch can do at best
 without compression, `peak` the memory a step takes beside the cache. `gpu` is what ``make gpu-check`` measures, by the
-clock of `device`. Of stores, `residency` counts what the device serves, `store` times the disk tier, and `offload` steps
-of a model whose history lies mostly elsewhere; `disk` has the folder they write to.
+clock of `device`. Of stores, `residency` counts what the device serves, `store` times the disk tier, and `offload`
+steps of a model whose history lies mostly elsewhere; `disk` has the folder they write to.
 """

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvquant.store.files import Files
-
 from ..errors import InputError
 from ..memory import in_words
 from ..options import expanded
@@ -56,6 +54,16 @@ def forget(file: Path, nbytes: int) -> bool:
         if not hasattr(os, "posix_fadvise"):
             return False
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        return not any(Files().is_cached(handle, nbytes * place // _PROBES) for place in range(_PROBES))
+        return not any(is_cached(handle, nbytes * place // _PROBES) for place in range(_PROBES))
     finally:
         os.close(handle)
+
+
+def is_cached(handle: int, at: int) -> bool:
+    """Whether the system has the byte at a place of a file in memory; also where it can't tell."""
+    try:
+        return os.preadv(handle, [bytearray(1)], at, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
+    except (AttributeError, OSError):
+        return True

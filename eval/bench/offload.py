@@ -7,8 +7,7 @@ however long the history is: ``peak_bytes`` is the sum of these as measured, ``v
 
     resident       all blocks on the device, no store
     on device      only a share of the blocks, or a budget of bytes, on the device, the rest in the host's memory
-    on disk        a share of them on disk: warm, when the system's cache of files has them, and cold, when all of them
-                   were dropped from it before the step, and nothing was asked for ahead
+    on disk        a share of them on disk, which is read past the system's cache of files where that can be
     when: evict    on a device that has room for all: then blocks stay as they were, and this is what that costs
 
 of which all but the last seal at once. Bytes that are fetched while the model computes cost nothing as long as they
@@ -55,7 +54,6 @@ from .rows import Case, Outcome, Result, Tick, compare, take_turns
 from .steps import UNTIMED, Stepper, streamed
 
 PIECE = 512  # tokens that caches are fed at once
-WARM, COLD = "warm", "cold"
 _READ = 4 << 20  # bytes of the file that are read at once
 _SPARE = 64 << 20  # bytes on disk for an index, and for room that is set aside
 
@@ -137,7 +135,7 @@ class OffloadBench:
     @property
     def ticks(self) -> int:
         """How often `run` ticks."""
-        disk = 2 if self.options.disk_share else 0
+        disk = 1 if self.options.disk_share else 0
         return 4 + disk + self.options.repeats * (4 + 2 * disk)
 
     def run(self, folder: Path | None, say: Callable[[str], None], tick: Tick = lambda start, end: None) -> Outcome:
@@ -177,29 +175,22 @@ class OffloadBench:
         if folder is not None:
             host = max(0, self.compressed - device - math.ceil(share * self.compressed))
             host = host if host >= self._largest else 0
-            for kind in (WARM, COLD):
-                place = folder / kind
-                yield (
-                    f"{name}, {share:.0%} on disk, {kind}",
-                    partial(self._on_disk, device, host, place, kind == COLD),
-                )
+            yield f"{name}, {share:.0%} on disk", partial(self._on_disk, device, host, folder / "store")
         yield (
             f"{name}, when: evict",
             lambda: self._way(TieredStore(self._dense, self.compressed, device="cpu"), "evict"),
         )
 
-    def _on_disk(self, device: int, host: int, place: Path, cold: bool) -> Way:
+    def _on_disk(self, device: int, host: int, place: Path) -> Way:
         store = TieredStore(device, host, self.compressed + _SPARE // 4, place, device="cpu")
-        return self._way(store, folder=place, cold=cold)
+        return self._way(store, folder=place)
 
     def _stock(self) -> Way:
         cache = DynamicCache(config=self.model.config)
         self.decoder.fill(cache, self.rows)
         return Way(Stepper(self.decoder, cache, self.rows, self.options.steps, nullcontext))
 
-    def _way(
-        self, store: TieredStore | None = None, when: str = "seal", folder: Path | None = None, cold: bool = False
-    ) -> Way:
+    def _way(self, store: TieredStore | None = None, when: str = "seal", folder: Path | None = None) -> Way:
         policy = self.policy.model_copy(update={"when": when})
         with ExitStack() as stack:
             if store is not None:
@@ -208,7 +199,7 @@ class OffloadBench:
             self.decoder.fill(cache, self.rows, [PIECE] * -(-self.rows.width // PIECE))
             stack.pop_all()
         stepper = Stepper(self.decoder, cache, self.rows, self.options.steps, partial(streamed, self.model))
-        return Way(stepper, store, folder, cold)
+        return Way(stepper, store, folder)
 
     def _records(self) -> Iterator[tuple[int, int]]:
         """Of each layer that is compressed, the bytes of a block: as it is stored, and as it was."""
@@ -230,22 +221,18 @@ class OffloadBench:
 class Way:
     """Steps with one cache, which it grows by, and what its ``store`` did in those that count.
 
-    ``folder`` is where the store's disk tier is, if it has one; ``cold`` if it is to be dropped from the system's
-    cache before each step.
+    ``folder`` is where the store's disk tier is, if it has one.
     """
 
     stepper: Stepper
     store: TieredStore | None = None
     folder: Path | None = None
-    cold: bool = False
     _did: Counter[str] = field(default_factory=Counter, init=False)
     _steps: int = field(default=0, init=False)
     _dropped: bool = field(default=True, init=False)  # whether the system dropped what it was to
 
     def __post_init__(self) -> None:
         self.stepper.rewind = self._grow
-        if self.cold:
-            self.stepper.prepare = self._cool
 
     def first(self) -> None:
         """A turn that does not count."""
@@ -283,8 +270,8 @@ class Way:
         dense = sum(self.store.placed(sequence, layer, DEVICE)[SHRINKABLE] for layer in layers)
         if dense:
             notes.append(f"{dense} of {cache.stats().blocks * len(layers)} blocks are as they were")
-        if self.cold and not self._dropped:
-            notes.append("the system kept in memory what it was to drop")
+        if self.folder is not None and not self._dropped:
+            notes.append("the disk's bandwidth is the memory's: the system kept the file there")
         return Result(
             seconds,
             bytes_moved=sum(moved),
@@ -309,8 +296,7 @@ class Way:
         """The seconds in which what the disk tier holds is read as one file."""
         assert self.folder is not None
         (file,) = payload_files(self.folder)
-        if self.cold:
-            forget(file, self._used())
+        self._dropped &= forget(file, self._used())
         buffer, left = bytearray(_READ), self._used()
         handle = os.open(file, os.O_RDONLY)
         try:
@@ -333,16 +319,6 @@ class Way:
     def _grow(self, cache: Any, steps: int) -> None:
         rows = self.stepper.rows
         self.stepper.rows = Rows(tuple(length + steps for length in rows.lengths))
-
-    def _cool(self) -> None:
-        """Forget what was read, and what was to be read: a step has to ask for everything itself."""
-        assert self.folder is not None
-        assert self.store is not None
-        for stream in self.store.streams:
-            while stream.drop_last():
-                self._did["unused"] -= 1  # it would have been of use
-        for file in payload_files(self.folder):
-            self._dropped &= forget(file, self._used())
 
     def _done(self) -> Counter[str]:
         if self.store is None:

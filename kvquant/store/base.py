@@ -11,6 +11,8 @@ A store holds payloads, which are bytes, under keys. It promises:
 
 from __future__ import annotations
 
+import contextlib
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -33,7 +35,8 @@ ALIGNMENT = 64  # bytes at multiples of which payloads lie in memory
 def key_bytes(key: Key) -> bytes:
     """A key as bytes, the two kinds apart. Raises `StoreError` for what is no key."""
     if isinstance(key, BlockKey):
-        return b"b" + key.to_bytes()
+        with contextlib.suppress(struct.error):
+            return b"b" + key.to_bytes()
     if isinstance(key, bytes) and 0 < len(key) <= MAX_KEY:
         return b"c" + key
     raise StoreError(f"key {shown(key)}; allowed: a BlockKey, or 1 to {MAX_KEY} bytes")

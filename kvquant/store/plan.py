@@ -17,7 +17,7 @@ from .disk import DiskStore
 from .residency import DEVICE, HOST, Entry, Shelf
 from .transfer import Buffer
 
-LOST = "blocks of the cache can't be read back: reset() it and feed it again"
+LOST = "blocks can't be read back: reset() the cache and feed it again"
 
 
 @dataclass(frozen=True, eq=False)

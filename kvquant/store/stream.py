@@ -20,7 +20,7 @@ from ..blocks import BlockKey
 from ..errors import StoreError
 from .base import ALIGNMENT
 from .placement import Shrink
-from .plan import LOST, Plan, Run, Sources
+from .plan import LOST, Part, Plan, Run, Sources
 from .residency import DEVICE, HOST, Turn
 from .transfer import Buffer, Load, copy_bytes
 
@@ -134,6 +134,8 @@ class Stream:
                 self.store.counts["prefetch_late"] += self._pays(plan, number)
         try:
             self.store.stall_seconds += load.wait()
+            with self.store.lock:
+                self._count(plan.parts[number])
         except BaseException:
             self.release(visit, plan, number, load)
             raise
@@ -194,6 +196,19 @@ class Stream:
             part.sources = Sources.of(part, version, self.store.placement.disk)
         return part.sources
 
+    def _count(self, part: Part) -> None:
+        """Count what is read, by where it lay."""
+        placement, sources = self.store.placement, part.sources
+        level, nbytes = placement.levels[HOST], part.nbytes
+        if sources is None:
+            return
+        if level is not None:
+            level.hits += sources.on_host
+        on_disk = len(part.entries) - sources.on_host
+        placement.disk_hits += on_disk
+        placement.moved["host→device"] += sources.on_host * nbytes
+        placement.moved["disk→device"] += on_disk * nbytes
+
     def _load(self, plan: Plan, number: int, buffer: Buffer) -> Load:
         """What copies a part to a buffer from where it lies now, and will until `release`."""
         part, placement, sources = plan.parts[number], self.store.placement, self._sources(plan, number)
@@ -211,23 +226,17 @@ class Stream:
                 how(rows(to, first, last), level.pool.buffer[place : place + (last - first) * nbytes])
 
         def fill(to: Tensor) -> None:
-            if overlaps:
+            if overlaps and sources.copies:
                 copy(to)
             for first, last, batch in sources.reads:
                 batch.fetch(rows(to, first, last).view(-1, nbytes))
 
         def finish(to: Tensor) -> None:
-            if not overlaps:
+            if sources.copies and not overlaps:
                 copy(to)
             if not all(batch.good(rows(to, first, last).view(-1, nbytes)) for first, last, batch in sources.reads):
                 raise StoreError(LOST)
 
-        if level is not None:
-            level.hits += sources.on_host
-        on_disk = len(part.entries) - sources.on_host
-        placement.disk_hits += on_disk
-        placement.moved["host→device"] += sources.on_host * nbytes
-        placement.moved["disk→device"] += on_disk * nbytes
         return Load(fill, finish, buffer, self.store.lane)
 
     def _discard(self, ahead: _Ahead) -> None:

@@ -28,7 +28,7 @@ class Table:
         self.aside: dict[int, Entry] = {}
         self.changed: dict[bytes, Entry | None] = {}
         self.evicted = self._turn = 0
-        self.let_go: list[Key] | None = None  # what left for others, where somebody asks
+        self.let_go: list[Key] | None = None  # what left to make room, where somebody asks
         self._sequences: dict[int, dict[BlockKey, None]] = {}
 
     def reserve(
@@ -57,7 +57,7 @@ class Table:
         for entry in leaving:
             self._forget(entry)
             self.evicted += entry.key not in replaced
-            if self.let_go is not None and entry.key not in replaced:
+            if self.let_go is not None:
                 self.let_go.append(entry.key)
         reserved = [
             Entry(key, at, nbytes, tag, seed, kept=kept) for key, at, seed in zip(keys, places, seeds, strict=True)

@@ -32,7 +32,7 @@ from .sizes import parse_bytes
 from .stream import Stream
 from .transfer import Buffer, Lane, Ring, Worker
 
-_BUFFERS = 8  # for staging
+BUFFERS = 8  # for staging
 _PATIENCE = 60.0  # seconds to wait for a staging buffer that another thread reads
 
 
@@ -70,8 +70,8 @@ class TieredStore:
         if (disk_path is None) != (not budgets["disk_budget"]):
             raise StoreError("disk_path and disk_budget go together: give both, or neither")
         staged = parse_bytes("staging", staging)
-        if staged < ALIGNMENT * _BUFFERS:
-            raise StoreError(f"staging: {shown(staging)}; allowed: {ALIGNMENT * _BUFFERS} bytes or more")
+        if staged < ALIGNMENT * BUFFERS:
+            raise StoreError(f"staging: {shown(staging)}; allowed: {ALIGNMENT * BUFFERS} bytes or more")
         leaving = get_residency(residency)
         disk = None if disk_path is None else DiskStore(disk_path, budgets["disk_budget"])
         levels = [
@@ -82,7 +82,7 @@ class TieredStore:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # a staging buffer is free
         self.lane = Lane(self.device)
-        self.ring = Ring(self.lane, staged // _BUFFERS // ALIGNMENT * ALIGNMENT, _BUFFERS)
+        self.ring = Ring(self.lane, staged // BUFFERS // ALIGNMENT * ALIGNMENT, BUFFERS)
         self.placement = Placement(levels, disk, leaving, self.ring.nbytes)
         self.worker = Worker()
         self.streams: list[Stream] = []
@@ -322,7 +322,7 @@ class TieredStore:
             if buffer is not None:
                 return buffer
             if not any(each.drop_last() for each in (stream, *self.streams)) and not self.changed.wait(_PATIENCE):
-                raise StoreError(f"all {_BUFFERS} staging buffers have been read for {_PATIENCE:.0f} s")
+                raise StoreError(f"all {BUFFERS} staging buffers have been read for {_PATIENCE:.0f} s")
 
     def _from_disk(self, shelf: Shelf, entry: Entry) -> Tensor | None:
         """Read what is pinned, and keep it in the host's memory too if others leave for it."""

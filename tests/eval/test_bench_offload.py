@@ -36,8 +36,7 @@ def test_where_blocks_lie(small_caches, llama, tmp_path):
     assert case.compressed == blocks * RECORD
     for name, shares in {
         "int4, 25% on device": {"device": 24, "host": 72},
-        "int4, 50% on disk, warm": {"device": 24, "host": 24, "disk": 48},
-        "int4, 50% on disk, cold": {"device": 24, "host": 24, "disk": 48},
+        "int4, 50% on disk": {"device": 24, "host": 24, "disk": 48},
         "int4, when: evict": {"device": 96, "host": 0},
     }.items():
         held = {tier.name: tier.payloads for tier in ways[name].store.stats().tiers}
@@ -51,7 +50,7 @@ def test_rows(small_caches, llama, tmp_path):
     case, ticks = bench(llama, disk=0.5), []
     outcome = case.run(tmp_path, quiet, lambda *bounds: ticks.append(bounds))
     assert len(ticks) == case.ticks
-    names = [f"int4{rest}" for rest in ("", ", 25% on device", ", 50% on disk, warm", ", 50% on disk, cold")]
+    names = [f"int4{rest}" for rest in ("", ", 25% on device", ", 50% on disk")]
     names.append("int4, when: evict")
     rows = found(outcome)
     assert list(rows) == names
@@ -64,13 +63,12 @@ def test_rows(small_caches, llama, tmp_path):
         assert row.ratio == row.ms_median / row.baseline_ms_median
         assert row.value == row.peak_bytes / dense.peak_bytes
         assert f"{row.value:.3f} of DynamicCache's" in row.detail
-    for name in names[1:4]:
+    for name in names[1:3]:
         assert 0 < row_moved(rows[name]) < case.compressed
         assert "prefetches in a step: " in rows[name].detail
     assert row_moved(rows[names[1]]) == case.compressed - 24 * RECORD
     assert " of the longer of a resident step, " in rows[names[2]].detail
-    assert " of the longer of a resident step, " in rows[names[3]].detail
-    evict = rows[names[4]]
+    evict = rows[names[3]]
     assert evict.bytes_moved == 0
     assert "96 of 96 blocks are as they were" in evict.detail
     assert evict.value >= 1
@@ -106,26 +104,10 @@ def test_steps_seal_nothing_and_all_caches_grow_alike(small_caches, llama, tmp_p
         way.close()
 
 
-def test_a_cold_step_asks_for_everything_itself(small_caches, llama, tmp_path):
-    case = bench(llama, disk=1.0, device=0.0)
-    ways = {name: make() for name, make in case._makers(tmp_path)}
-    cold = next(way for way in ways.values() if way.cold)
-    cold.first()
-    asked = []
-    real = cold.stepper._run
-    cold.stepper._run = lambda *given: asked.append(len(cold.store.streams[0]._ahead)) or real(*given)
-    cold.run()
-    assert asked == [0, 0]
-    assert cold._did["unused"] == 0
-    assert cold._did["disk"] == 2 * case.compressed
-    for way in ways.values():
-        way.close()
-
-
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "bloom", "qwen3_next"])
 def test_families_of_models(small_caches, family, tmp_path):
     rows = found(bench(tiny(family), 100, disk=0.5).run(tmp_path, quiet))
-    assert len(rows) == 5
+    assert len(rows) == 4
     assert all(row.ratio > 0 for row in rows.values())
 
 
@@ -137,7 +119,7 @@ def test_command_prints_json_or_a_table(small_caches, model_folder, policy_file,
     assert run([*arguments, "--json", "--disk-share", ".5", "--path", str(disk)]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [case["case"] for case in document["cases"]] == [100, 300]
-    assert [list(row) for row in document["rows"]] == [COLUMNS] * 20
+    assert [list(row) for row in document["rows"]] == [COLUMNS] * 16
     assert not list(disk.iterdir())
     assert run([*arguments, "--device-budget", "8K"]) == 0
     lines = capsys.readouterr().out.splitlines()

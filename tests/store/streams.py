@@ -10,6 +10,15 @@ from kvquant.testing import payload_of
 NBYTES = 256
 
 
+class Inline:
+    """A worker that does at once what it is given."""
+
+    def add(self, jobs) -> None:
+        for job in jobs:
+            if job.claim():
+                job.run()
+
+
 def write(stream: Stream, layers, blocks, nbytes: int = NBYTES, tag: int = 1) -> None:
     """Seal blocks of some layers, layer by layer."""
     for layer in layers:

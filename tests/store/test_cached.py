@@ -14,7 +14,7 @@ from kvquant.blocks import BlockKey
 from kvquant.errors import StoreError
 from kvquant.store.placement import SHRINKABLE
 from kvquant.store.residency import DEVICE
-from kvquant.store.tiered import TieredStore
+from kvquant.store.tiered import BUFFERS, TieredStore
 from kvquant.testing import assert_same_fields
 from tests.models import SMALL, feed, generate, prompt, tiny
 from tests.store.streams import at_rest
@@ -228,7 +228,7 @@ def test_a_copy_that_goes_takes_only_what_it_alone_has(llama, make):
 
 
 def test_a_store_that_is_full_says_so_and_the_cache_can_be_reset(llama, make):
-    store = TieredStore(host_budget=20 * RECORD // 4, staging=4 * RECORD)
+    store = TieredStore(host_budget=20 * RECORD // 4, staging=BUFFERS * RECORD)
     cache, other = pair(llama, store)
     with pytest.raises(StoreError, match="no room for .* blocks of layer"):
         feed(llama, cache, prompt(900), 10)

@@ -11,7 +11,7 @@ import torch
 from kvquant.errors import StoreError, StoreFullError
 from kvquant.store.base import BlockStore
 from kvquant.store.disk import DiskStore
-from kvquant.store.tiered import TieredStore
+from kvquant.store.tiered import BUFFERS, TieredStore
 from kvquant.testing import FaultyFiles, FaultyStore, LatencyStore, at_calls, at_random, payload_of, version_of
 from tests.store.streams import NBYTES, read, write
 
@@ -98,7 +98,7 @@ def faulty(monkeypatch, fast_path):
     def build(plan, device=None, host=None, disk=64 * NBYTES, **settings):
         files = FaultyFiles(plan, **settings)
         monkeypatch.setattr("kvquant.store.tiered.DiskStore", lambda *given: DiskStore(*given, files=files))
-        made.append(TieredStore(device, host, disk, fast_path / "store", staging=4 * NBYTES))
+        made.append(TieredStore(device, host, disk, fast_path / "store", staging=BUFFERS * NBYTES))
         return made[-1], files
 
     yield build

@@ -16,8 +16,9 @@ from kvquant.blocks import BlockKey
 from kvquant.errors import StoreError, StoreFullError
 from kvquant.store.placement import SHRINKABLE
 from kvquant.store.residency import residency_names
-from kvquant.store.tiered import TieredStore
+from kvquant.store.tiered import BUFFERS, TieredStore
 from kvquant.testing import payload_of
+from tests.store.streams import Inline
 
 UNIT = 128
 LAYERS = 2
@@ -68,7 +69,7 @@ class TieredMachine(RuleBasedStateMachine):
         host=budgets,
         disk=budgets,
         residency=st.sampled_from(residency_names()),
-        staging=st.sampled_from([4 * 64, 4 * FULL, 16 * FULL]),
+        staging=st.sampled_from([BUFFERS * 64, BUFFERS * FULL, 4 * BUFFERS * FULL]),
         overlaps=st.booleans(),
     )
     def open(self, device, host, disk, residency, staging, overlaps):
@@ -89,6 +90,10 @@ class TieredMachine(RuleBasedStateMachine):
     def _pinned(self):
         return {key for _, found in self.pins for key in found}
 
+    def _unpinned(self, keys):
+        """What had these keys is pinned on, but is not found by them any more."""
+        self.pins = [(pin, [key for key in found if key not in keys]) for pin, found in self.pins]
+
     # -- a cache of payloads
 
     @rule(key=keys, nbytes=sizes)
@@ -101,6 +106,7 @@ class TieredMachine(RuleBasedStateMachine):
             assert set(self.store.keys()) == before
             return
         self.model[key] = self.version, nbytes
+        self._unpinned([key])
         assert key in self.store
         self._matches(key)
 
@@ -131,19 +137,20 @@ class TieredMachine(RuleBasedStateMachine):
                     row.copy_(payload_of(key, self.version, UNIT))
                 room.commit()
                 self.model.update(dict.fromkeys(keys, (self.version, UNIT)))
+                self._unpinned(keys)
 
     @rule(keys=st.lists(keys, max_size=3))
     def delete(self, keys):
         there = [key for key in dict.fromkeys(keys) if key in self.store]
         assert self.store.delete(keys) == len(there)
         assert not any(key in self.store for key in keys)
-        self.pins = [(pin, [key for key in found if key not in keys]) for pin, found in self.pins]
+        self._unpinned(keys)
 
     @rule()
     def delete_sequence(self):
         there = [key for key in KEYS if isinstance(key, BlockKey) and key in self.store]
         assert self.store.delete_sequence(9) == len(there)
-        self.pins = [(pin, [key for key in found if isinstance(key, bytes)]) for pin, found in self.pins]
+        self._unpinned(there)
 
     @rule(keys=st.lists(keys, max_size=4, unique=True))
     def pin(self, keys):
@@ -158,7 +165,11 @@ class TieredMachine(RuleBasedStateMachine):
 
     @rule(keys=st.lists(keys, max_size=3))
     def prefetch(self, keys):
+        """By this thread: a worker would pin what it reads at moments nobody can foresee."""
+        worker = self.store.worker
+        self.store.worker = Inline()
         self.store.prefetch(keys)
+        self.store.worker = worker
 
     @rule()
     def flush(self):
@@ -283,6 +294,10 @@ class TieredMachine(RuleBasedStateMachine):
         assert stats.faults == {}
 
     def teardown(self):
+        with self.exit:
+            self._teardown()
+
+    def _teardown(self):
         if hasattr(self, "store"):
             for pin, _ in self.pins:
                 pin.__exit__(None, None, None)
@@ -293,13 +308,13 @@ class TieredMachine(RuleBasedStateMachine):
             self.store.close()
             with pytest.raises(StoreError):
                 self.store.keys()
-        self.exit.close()
 
 
 TieredMachine.TestCase.settings = settings(
     max_examples=int(os.environ.get("KVQUANT_MACHINE", "60")),
     stateful_step_count=40,
     derandomize=True,
+    report_multiple_bugs=False,
     database=None,
     deadline=None,
     suppress_health_check=list(HealthCheck),

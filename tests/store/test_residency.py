@@ -9,7 +9,7 @@ import torch
 
 from kvquant.errors import StoreError
 from kvquant.store.residency import residency_names
-from kvquant.store.tiered import TieredStore
+from kvquant.store.tiered import BUFFERS, TieredStore
 from tests.store.streams import NBYTES, at_rest, read, write
 
 BLOCKS = 3
@@ -33,7 +33,7 @@ def rate(store, streams, passes):
 
 def build(residency, room, sequences=1, settle=2):
     """Sequences of N layers, of which the device has room for ``room``."""
-    store = TieredStore(room * LAYER, 64 * LAYER, residency=residency, staging=4 * LAYER)
+    store = TieredStore(room * LAYER, 64 * LAYER, residency=residency, staging=BUFFERS * LAYER)
     streams = [store.stream(number, range(N)) for number in range(sequences)]
     for stream in streams:
         stream.begin(())
@@ -84,7 +84,7 @@ def test_a_sequence_that_is_idle_leaves_first():
 
 
 def test_what_nobody_decodes_leaves_before_what_is_decoded():
-    store = TieredStore(4 * LAYER, 64 * LAYER, staging=4 * LAYER)
+    store = TieredStore(4 * LAYER, 64 * LAYER, staging=BUFFERS * LAYER)
     for n in range(20):
         store.put(b"%d" % n, torch.zeros(NBYTES, dtype=torch.uint8))
     stream = store.stream(0, range(N))

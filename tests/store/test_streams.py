@@ -11,9 +11,9 @@ from kvquant.blocks import BlockKey
 from kvquant.errors import StoreError
 from kvquant.store.disk import DiskStore
 from kvquant.store.residency import get_residency
-from kvquant.store.tiered import TieredStore
+from kvquant.store.tiered import BUFFERS, TieredStore
 from kvquant.testing import FaultyFiles, at_calls, payload_of
-from tests.store.streams import NBYTES, at_rest, read, read_layer, verify, write
+from tests.store.streams import NBYTES, Inline, at_rest, read, read_layer, verify, write
 
 LAYERS, BLOCKS = 4, 6
 ALL = LAYERS * BLOCKS * NBYTES
@@ -40,7 +40,7 @@ def make(overlaps, fast_path):
     """Builds stores whose buffers are filled one way or the other, and holds them to be at rest in the end."""
     made = []
 
-    def build(device=None, host=None, disk=None, staging=8 * NBYTES, **settings):
+    def build(device=None, host=None, disk=None, staging=2 * BUFFERS * NBYTES, **settings):
         path = None if disk is None else fast_path / f"store {len(made)}"
         made.append(TieredStore(device, host, disk, path, staging=staging, **settings))
         made[-1].lane.overlaps = overlaps
@@ -75,7 +75,7 @@ def test_what_is_read_is_what_was_written(store):
 
 @pytest.mark.parametrize("staging", [1, 2, 3, 100])
 def test_parts_of_one_block_or_of_many(make, staging):
-    store = make(None, ALL, staging=4 * staging * NBYTES)
+    store = make(None, ALL, staging=BUFFERS * staging * NBYTES)
     stream = store.stream(0, range(LAYERS))
     write(stream, range(LAYERS), range(BLOCKS))
     table = (5, 1, 2, 0, 4, 3)  # in another order than they lie
@@ -83,11 +83,11 @@ def test_parts_of_one_block_or_of_many(make, staging):
         stream.begin(table)
         for layer in range(LAYERS):
             assert read_layer(stream, layer, table) == -(-BLOCKS // min(staging, BLOCKS))
-    assert store.ring.made <= 4
+    assert store.ring.made <= BUFFERS
 
 
 def test_payloads_that_fill_a_buffer_and_payloads_larger_than_one(make):
-    store = make(None, 16 * ALL, staging=4 * NBYTES)
+    store = make(None, 16 * ALL, staging=BUFFERS * NBYTES)
     stream = store.stream(0, range(2))
     for block, nbytes in enumerate((NBYTES, NBYTES // 2, 3 * NBYTES, NBYTES, 8 * NBYTES, 64)):
         write(stream, range(2), [block], nbytes)
@@ -97,7 +97,7 @@ def test_payloads_that_fill_a_buffer_and_payloads_larger_than_one(make):
 
 
 def test_buffers_that_grow_while_another_thread_reads(make):
-    store = make(None, 16 * ALL, staging=4 * NBYTES)
+    store = make(None, 16 * ALL, staging=BUFFERS * NBYTES)
     one, other = (store.stream(sequence, range(2)) for sequence in range(2))
     write(one, range(2), TABLE)
     one.begin(TABLE)
@@ -304,4 +304,22 @@ def test_what_prefetches_count(make, overlaps):
         assert stats.prefetch_hits + stats.prefetch_late == 0
     assert stats.moved["host→device"] >= 3 * ALL
     stream.close()
-    assert store.stats().prefetch_unused == (3 if overlaps else 0)
+    assert store.stats().prefetch_unused == (BUFFERS - 1 if overlaps else 0)
+
+
+def test_what_is_asked_for_soon_comes_up_from_disk(make):
+    """Without anybody being dropped for it."""
+    store = make(None, 4 * NBYTES, ALL)
+    names = [b"%d" % n for n in range(8)]
+    for name in names:
+        store.put(name, payload_of(name, 1, NBYTES))
+    assert store.stats().tiers[0].payloads == 4
+    store.delete(names[4:6])
+    assert [tier.payloads for tier in store.stats().tiers] == [2, 4]
+    worker, store.worker = store.worker, Inline()
+    store.prefetch([b"absent", *names[:3]])
+    store.worker = worker
+    assert [tier.payloads for tier in store.stats().tiers] == [4, 5]  # for the third, one went down
+    for name in [*names[:4], *names[6:]]:
+        assert store.get(name).equal(payload_of(name, 1, NBYTES))
+    assert len(store) == 6
