@@ -82,6 +82,10 @@ def _parse_default(given: Any, info: ValidationInfo) -> LayerPolicy:
     return LayerPolicy.parse(given, info.data.get("block_tokens", 128))
 
 
+def _parse_cold(given: Any, info: ValidationInfo) -> LayerPolicy | None:
+    return None if given is None else _parse_default(given, info)
+
+
 def _parse_layers(given: Any, info: ValidationInfo) -> tuple[tuple[Selector, LayerPolicy], ...]:
     if not isinstance(given, Mapping | tuple):
         raise ValueError(f": {shown(given)} is not a mapping of layer selectors to policies")
@@ -106,6 +110,8 @@ class PrecisionPolicy(BaseModel):
         recent_tokens: last tokens that always stay at model precision.
         when: with a store, ``evict`` keeps sealed blocks as they are while the device has room, and encodes them once
             it is short; ``seal`` encodes them at once. Without a store they are encoded at once.
+        cold: codecs that blocks get which go to a store's disk, if any: they lose more there. What is stored as it was
+            stays so.
         key_bias: ``remove`` takes the bias of a key projection, turned to each key's position, away before encoding
             and gives it back after decoding, wherever the model has one (see `kvquant.keybias`).
         default: codecs of layers that no entry of ``layers`` names.
@@ -124,6 +130,7 @@ class PrecisionPolicy(BaseModel):
     when: Literal["evict", "seal"] = "evict"
     key_bias: Literal["remove", "keep"] = "remove"
     default: Annotated[LayerPolicy, PlainValidator(_parse_default)]
+    cold: Annotated[LayerPolicy | None, PlainValidator(_parse_cold)] = None
     layers: Annotated[tuple[tuple[Selector, LayerPolicy], ...], PlainValidator(_parse_layers)] = ()
 
     def __init__(self, **settings: Any) -> None:
@@ -187,9 +194,10 @@ class PrecisionPolicy(BaseModel):
         return yaml.safe_dump(self._plain(), sort_keys=False, allow_unicode=True, width=100)
 
     def fingerprint(self) -> str:
-        """Hex digest of everything that decides stored bytes (the name does not, nor ``when``)."""
+        """Hex digest of everything that decides stored bytes (the name does not, nor where they lie)."""
         plain = self._plain()
-        del plain["name"], plain["when"]
+        for name in ("name", "when", "cold"):
+            plain.pop(name, None)
         return hashlib.blake2b(json.dumps(plain).encode(), digest_size=16).hexdigest()
 
     def resolve(self, model: Any) -> ResolvedPolicy:
@@ -239,10 +247,12 @@ class PrecisionPolicy(BaseModel):
                 layers.append(ResolvedLayer(index, kind, None))
             else:
                 layers.append(ResolvedLayer(index, kind, policy, None if policy.key.lossless else biases.get(index)))
-        return ResolvedPolicy(self, tuple(layers), tuple(idle))
+        cold = self.cold.for_latents(self.block_tokens) if latents and self.cold else self.cold
+        return ResolvedPolicy(self, tuple(layers), tuple(idle), cold)
 
     def _plain(self) -> dict[str, Any]:
-        return {
+        cold = {} if self.cold is None else {"cold": _plain_layer(self.cold)}
+        return cold | {
             "version": self.version,
             "name": self.name,
             "block_tokens": self.block_tokens,
@@ -276,11 +286,15 @@ class ResolvedLayer:
 
 @dataclass(frozen=True)
 class ResolvedPolicy:
-    """A policy and the exact map it gives for one model; ``idle`` are selectors by depth that hit no layer of it."""
+    """A policy and the exact map it gives for one model; ``idle`` are selectors by depth that hit no layer of it.
+
+    ``cold`` are the codecs of what goes to a store's disk, where they are others.
+    """
 
     policy: PrecisionPolicy
     layers: tuple[ResolvedLayer, ...]
     idle: tuple[str, ...] = ()
+    cold: LayerPolicy | None = None
 
     def describe(self) -> str:
         """The map as text, equal neighbours on one line."""
@@ -297,6 +311,8 @@ class ResolvedPolicy:
             span = f"layer {first}" if first == last else f"layers {first}-{last}"
             lines.append(f"  {span}: {layer}")
             first = last + 1
+        if self.cold is not None:
+            lines.append(f"  on disk: key {self.cold.key.name}, value {self.cold.value.name}, where that is smaller")
         lines += [f"  {text} selects no layer of this model that is compressed" for text in self.idle]
         return "\n".join(lines)
 

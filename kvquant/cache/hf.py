@@ -28,9 +28,10 @@ from . import prefix, sessions
 from .calls import Calls
 from .hf_layer import KVQuantLayer
 from .layer import History, Layer
-from .offload import Offload, Shared
+from .offload import Offload
 from .resident import Resident
 from .rows import Rows
+from .shared import Recompressed, Shared
 from .stats import CacheStats, take_stats
 from .streaming import HeldStates, Watch
 
@@ -51,7 +52,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         adapter: str = "",
         store: TieredStore | None = None,
     ) -> None:
-        """Build from a policy resolved for the model of ``config``; `for_model` is the usual way."""
+        """For the model of ``config``; `for_model` is the usual way."""
         policy = resolved.policy
         self.resolved = resolved
         self.store = store
@@ -60,7 +61,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self._offload: Offload | None = None
         if store is not None:
             indexes = tuple(layer.index for layer in resolved.layers if layer.policy is not None)
-            self._offload = Offload(Shared(store, self.rows.pool, indexes, policy.when == "evict"))
+            self._offload = Offload(Shared(store, self.rows.pool, indexes, policy.when == "evict", resolved.cold))
         self._calls = Calls(self.rows)
         self._config = decoder_config(config)
         self._watch = Watch()
@@ -330,8 +331,9 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return Identity.of(model, self._config, self.resolved.policy.fingerprint(), self.adapter, self.tenant)
 
     def stats(self) -> CacheStats:
-        """What the cache holds and has done; see `CacheStats`."""
-        return take_stats(self.resolved.layers, self.layers, self.rows.rows, self._peak, self._watch.fallbacks)
+        """See `CacheStats`."""
+        again = Recompressed() if self._offload is None else self._offload.shared.recompressed
+        return take_stats(self.resolved.layers, self.layers, self.rows.rows, self._peak, self._watch.fallbacks, again)
 
     def _layer(self, layer: ResolvedLayer) -> KVQuantLayer:
         policy = self.resolved.policy

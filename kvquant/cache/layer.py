@@ -173,9 +173,9 @@ class History:
         twin.tails = [Tail.of(tail.tokens) for tail in self.tails]
         return twin
 
-    def empty(self) -> History:
-        """One that encodes as this does and holds nothing."""
-        return History(self.codec, self._pool, self.block_tokens, self.sink_tokens, self.offset)
+    def empty(self, codec: Codec | None = None) -> History:
+        """One that holds nothing and encodes as this does, or with another codec."""
+        return History(codec or self.codec, self._pool, self.block_tokens, self.sink_tokens, self.offset)
 
     @property
     def dim(self) -> int:

@@ -8,102 +8,27 @@ A block is encoded once, from what it was, whenever that is; and what is encoded
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from ..arena import SlotPool
 from ..blocks import BlockKey
 from ..codecs import Codec, Fields, Raw
 from ..errors import StoreError, StoreFullError
-from ..kernels import encode
+from ..policy import LayerPolicy
 from ..records import Record, copy_fields
 from ..store.placement import SHRINKABLE
 from ..store.plan import Run
 from ..store.reserved import Reserved
-from ..store.residency import DEVICE
+from ..store.residency import DEVICE, DISK
 from ..store.stream import Stream
-from ..store.tiered import TieredStore
 from .blocks import Cut, Portions, Side, Span
-from .layer import History, Layer
+from .layer import Layer
 from .rows import Call, Piece
+from .shared import COLD, ENCODED, Exact, Shared, kind_of
 
-_sequences = itertools.count()
 _RAW: tuple[Codec, Codec] = (Raw(), Raw())
-_ENCODED = 1  # the tag of encoded payloads; plus 1 where the keys' fields had to be widened, plus 2 where the values'
-
-
-@dataclass(frozen=True)
-class Exact:
-    """A block that is not encoded yet: the positions of its tokens, and how many are kept raw of either side."""
-
-    positions: Tensor
-    sinks: tuple[int, int]
-
-
-@dataclass(eq=False)
-class Shared:
-    """What caches have in common that share blocks: they are one sequence of the store."""
-
-    store: TieredStore
-    pool: SlotPool
-    layers: tuple[int, ...]
-    exact: bool  # whether blocks stay as they were while there is room
-    sequence: int = field(default_factory=lambda: next(_sequences))
-    waiting: dict[int, Exact] = field(default_factory=dict)  # by slot
-    sides: dict[int, tuple[History, History]] = field(default_factory=dict)  # by layer; these hold no tokens
-    records: dict[int, dict[int, Record]] = field(default_factory=dict)  # by layer and tag
-
-    def __post_init__(self) -> None:
-        self.pool.watch(self)
-
-    def shrink(self, layer: int, slots: Sequence[int], payloads: Tensor) -> tuple[Tensor, int]:
-        """Encode blocks that were kept as they were; see `kvquant.store.placement.Shrink`."""
-        exact = self.records[layer][SHRINKABLE].views(payloads)
-        encoded = []
-        for which, (side, fields) in enumerate(zip(self.sides[layer], exact, strict=True)):
-            (blocks,) = fields.values()
-            prepared = [
-                side.prepared(blocks[index : index + 1], self.waiting[slot].positions, self.waiting[slot].sinks[which])
-                for index, slot in enumerate(slots)
-            ]
-            encoded.append(encode(side.codec, torch.cat(prepared)))
-        tag, record = self.record(layer, encoded)
-        smaller = payloads.new_empty(len(slots), record.nbytes)
-        for source, to in zip(encoded, record.views(smaller), strict=True):
-            copy_fields(source, to)
-        return smaller, tag
-
-    def record(self, layer: int, encoded: Sequence[Fields]) -> tuple[int, Record]:
-        """The tag and the record that hold what was encoded."""
-        record, tag = self.records[layer][_ENCODED], _ENCODED
-        for which, fields in enumerate(encoded):
-            if (wider := record.widened(which, fields)) is not record:
-                record, tag = wider, tag + 1 + which
-        self.records[layer].setdefault(tag, record)
-        return tag, record
-
-    def record_of(self, layer: int, tag: int) -> Record:
-        """The record of payloads with a tag; see `_ENCODED`."""
-        records = self.records[layer]
-        if tag not in records:
-            record = records[_ENCODED]
-            for which, places in enumerate(record.sides):
-                if (tag - _ENCODED) >> which & 1:
-                    wide = {place.name: torch.empty(0, dtype=_widest(place.dtype)) for place in places}
-                    record = record.widened(which, wide)
-            records[tag] = record
-        return records[tag]
-
-    def drop(self, slots: Sequence[int]) -> None:
-        """Forget blocks that nobody refers to any more."""
-        for slot in slots:
-            self.waiting.pop(slot, None)
-        self.store.drop_blocks(self.sequence, self.layers, slots)
 
 
 class Offload:
@@ -112,7 +37,10 @@ class Offload:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         self.stream: Stream = shared.store.stream(
-            shared.sequence, shared.layers, shared.shrink if shared.exact else None
+            shared.sequence,
+            shared.layers,
+            shared.shrink if shared.exact else None,
+            None if shared.cold is None else shared.chill,
         )
         self._call: Call | None = None
         self._table: tuple[int, ...] = ()
@@ -147,7 +75,7 @@ class Offload:
     def _look_up(self, histories: Sequence[tuple[Piece, ...]]) -> None:
         numbers: dict[int, int] = {}  # by slot
         self._rows = []
-        block = next((side.block_tokens for sides in self.shared.sides.values() for side in sides), 0)
+        block = next((sides[ENCODED][0].block_tokens for sides in self.shared.sides.values()), 0)
         for history in histories:
             pieces, own = [], []
             for piece in history:
@@ -190,7 +118,8 @@ class Offloaded:
     def read(self, call: Call) -> Portions:
         """What lies on the device, and then the rest as it is fetched; codes and blocks as they were apart."""
         reading = self._offload.stream.read(self.index, self._offload.table(call))
-        return Portions(reading.parts > 1 or len(reading.tags) > 1, self._portions(call, reading.runs()))
+        kinds = {kind_of(tag) for tag in reading.tags}
+        return Portions(reading.parts > 1 or len(kinds) > 1, self._portions(call, reading.runs()))
 
     def nbytes(self) -> int:
         """See `Blocks`."""
@@ -232,9 +161,23 @@ class Offloaded:
             exact.append(Raw().layout(tail.shape[0], side.block_tokens, tail.shape[2], tail.dtype))
         assert self.layer.record is not None
         self.shared.store.must_hold(self.layer.record.nbytes)
-        self.shared.records[self.index] = {SHRINKABLE: Record.of(*exact), _ENCODED: self.layer.record}
         key, value = (side.empty() for side in self.layer.sides)
-        self.shared.sides[self.index] = key, value
+        self.shared.records[self.index] = {SHRINKABLE: Record.of(*exact), ENCODED: self.layer.record}
+        self.shared.sides[self.index] = {ENCODED: (key, value)}
+        if self.shared.cold is not None:
+            self._prepare_cold(self.shared.cold)
+
+    def _prepare_cold(self, cold: LayerPolicy) -> None:
+        """Find out how blocks lie on disk, if they take less room there."""
+        sides, layouts = [], []
+        for side, codec in zip(self.layer.sides, (cold.key, cold.value), strict=True):
+            tail = side.tails[0].tokens
+            sides.append(side.empty() if side.codec.lossless else side.empty(codec))
+            layouts.append(sides[-1].codec.layout(tail.shape[0], side.block_tokens, tail.shape[2], tail.dtype))
+        record = Record.of(*layouts)
+        if record.nbytes < self._records[ENCODED].nbytes:
+            self.shared.records[self.index][COLD] = record
+            self.shared.sides[self.index][COLD] = sides[0], sides[1]
 
     def record(self, tag: int) -> Record:
         """How payloads with a tag lie in memory."""
@@ -244,6 +187,11 @@ class Offloaded:
         """Whether payloads with a tag are blocks as they were, to be encoded yet."""
         return tag == SHRINKABLE
 
+    def is_cold(self, slot: int) -> bool:
+        """Whether a block was encoded in fewer bits for the disk."""
+        tag = self.shared.store.tag(BlockKey(self.shared.sequence, self.index, slot))
+        return tag is not None and kind_of(tag) == COLD
+
     def stored(self, slot: int) -> tuple[Tensor, int]:
         """A copy of a block's payload on the CPU, and its tag. Raises `StoreError` if it is lost."""
         key = BlockKey(self.shared.sequence, self.index, slot)
@@ -252,9 +200,9 @@ class Offloaded:
             raise StoreError(f"a block of layer {self.index} is lost: reset() the cache and feed it again")
         return payload, tag
 
-    def room(self, slots: Sequence[int], nbytes: int, tag: int) -> Reserved:
-        """Room for blocks. Raises `StoreFullError`."""
-        room = self._offload.stream.reserve(self.index, slots, nbytes, tag)
+    def room(self, slots: Sequence[int], nbytes: int, tag: int, below: bool = False) -> Reserved:
+        """Room for blocks, ``below``: on disk. Raises `StoreFullError`."""
+        room = self._offload.stream.reserve(self.index, slots, nbytes, tag, first=DISK if below else DEVICE)
         if room is None:
             raise StoreFullError(
                 f"the store has no room for {len(slots)} more blocks of layer {self.index} ({nbytes} bytes each): "
@@ -274,9 +222,13 @@ class Offloaded:
                 self._wait(cut)
                 room.commit()
             return
-        tag, record = _ENCODED, self._records[_ENCODED]
+        tag, record = ENCODED, self._records[ENCODED]
         encoders = self.layer.encoders([cut])
         with self.room(cut.slots, record.nbytes, tag) as room:
+            if room.on_disk and COLD in self._records:
+                room.abort()
+                self._seal_cold(cut)
+                return
             places = record.views(room.payloads)
             encoded = [encoder(place) for encoder, place in zip(encoders, places, strict=True)]
             tag, wider = self.shared.record(self.index, encoded)
@@ -294,6 +246,20 @@ class Offloaded:
             if source is not to:
                 copy_fields(source, to)
 
+    def _seal_cold(self, cut: Cut) -> None:
+        """Encode blocks, which are as they were, for the disk at once."""
+        sides = self.shared.sides[self.index][COLD]
+        prepared = [
+            side.prepared(blocks, cut.positions, sinks)
+            for side, blocks, sinks in zip(sides, cut.blocks, cut.sinks, strict=True)
+        ]
+        encoded = self.shared.encoded(self.index, prepared, COLD)
+        tag, record = self.shared.record(self.index, encoded, COLD)
+        with self.room(cut.slots, record.nbytes, tag, below=True) as room:
+            self._write(encoded, record.views(room.payloads))
+            room.commit()
+        self.shared.recompressed.from_exact += len(cut.slots)
+
     def _wait(self, cut: Cut) -> None:
         """Remember what it takes to encode blocks later."""
         tokens = self.layer.key.block_tokens
@@ -303,8 +269,10 @@ class Offloaded:
 
     def _portions(self, call: Call, portions: Iterable[Sequence[Run]]) -> Iterator[Sequence[Sequence[Span]]]:
         for runs in portions:
-            kinds = [[run for run in runs if (run.tag == SHRINKABLE) is exact] for exact in (False, True)]
-            for some in [kind for kind in kinds if kind] or [[]]:
+            kinds: dict[int, list[Run]] = {}
+            for run in runs:
+                kinds.setdefault(kind_of(run.tag), []).append(run)
+            for some in kinds.values() if kinds else [[]]:
                 yield [[span for run in some for span in self._spans(index, run)] for index in range(len(call.rows))]
 
     def _spans(self, row: int, run: Run) -> list[Span]:
@@ -339,15 +307,12 @@ class Offloaded:
         if run.tag == SHRINKABLE:
             key, value = (Side(codec, found, None) for codec, found in zip(_RAW, fields, strict=True))
         else:
+            kind = self.shared.sides[self.index][kind_of(run.tag)]
             key, value = (
-                side.side(found, slot, piece.first) for side, found in zip(self.layer.sides, fields, strict=True)
+                Side(coded.codec, found, side.side(found, slot, piece.first).raw)
+                for side, coded, found in zip(self.layer.sides, kind, fields, strict=True)
             )
         return Span(piece.first, group[-1][1].stop, piece.offset, (key, value))
-
-
-def _widest(dtype: torch.dtype) -> torch.dtype:
-    """What parameters are widened to."""
-    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _part(cut: Cut, first: int, stop: int, tokens: int) -> Cut:

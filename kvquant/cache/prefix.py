@@ -46,6 +46,8 @@ def share(cache: KVQuantCache) -> int:
                 name = _name(key, layer.index)
                 if row.ends[number] != (number + 1) * cache.rows.block_tokens or name in store:
                     continue
+                if blocks.is_cold(slot):
+                    break  # a key promises codes of the policy's usual codecs
                 try:
                     store.put_below(name, _payload(blocks, slot), _tag(blocks, slot))
                 except StoreFullError:

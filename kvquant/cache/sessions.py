@@ -28,9 +28,9 @@ from torch import Tensor
 from ..errors import KVQuantError, StoreError, UnsupportedError, shown
 from ..policy import PrecisionPolicy
 from ..store.tiered import TieredStore
-from .offload import Exact
 from .restore import blocks_of, device_of, put_blocks, resume, store_of
 from .rows import Row
+from .shared import Exact
 
 if TYPE_CHECKING:
     from .hf import KVQuantCache

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..policy import ResolvedLayer
 from .layer import Layer
 from .rows import Row
+from .shared import Recompressed
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ class CacheStats:
     uncompressed 16-bit cache of the same tokens takes there, padding excluded, whatever dtype the model runs in.
     ``other_bytes`` are those of layers that pass through (sliding windows, …). ``peak_kv_bytes`` adds the one
     layer that is decoded for attention at a time. ``fallbacks`` is how often a layer's keys, or values, were decoded
-    though `kvquant.enable` is on, since the cache, or the one it is a copy of, was built.
+    though `kvquant.enable` is on, since the cache, or the one it is a copy of, was built. With a store ``kv_bytes`` are
+    those on the device, ``recompressed`` blocks of layers that got the codecs of `PrecisionPolicy.cold`, and
+    ``recompression_error`` what that cost them on average: the relative root mean square error.
     """
 
     layers: tuple[LayerStats, ...]
@@ -51,6 +54,8 @@ class CacheStats:
     encode_seconds: float
     decode_seconds: float
     fallbacks: int = 0
+    recompressed: int = 0
+    recompression_error: float = 0.0
 
     @property
     def kv_ratio(self) -> float:
@@ -79,6 +84,7 @@ class CacheStats:
             "bytes_passed_through": self.other_bytes,
             "bytes_peak": self.peak_kv_bytes,
             "fallbacks_total": self.fallbacks,
+            "recompressed_total": self.recompressed,
             "encode_seconds_total": self.encode_seconds,
             "decode_seconds_total": self.decode_seconds,
         }
@@ -90,7 +96,12 @@ class CacheStats:
 
 
 def take_stats(
-    resolved: Sequence[ResolvedLayer], layers: Sequence[Any], rows: Sequence[Row], peak: int, fallbacks: int
+    resolved: Sequence[ResolvedLayer],
+    layers: Sequence[Any],
+    rows: Sequence[Row],
+    peak: int,
+    fallbacks: int,
+    recompressed: Recompressed,
 ) -> CacheStats:
     """A snapshot of ``layers``: whose ``held`` is a `Layer` where compressed, else any cache layer."""
     taken, elements, other = [], 0, 0
@@ -118,6 +129,8 @@ def take_stats(
         encode_seconds=encode,
         decode_seconds=decode,
         fallbacks=fallbacks,
+        recompressed=recompressed.blocks,
+        recompression_error=recompressed.errors / max(1, recompressed.blocks),
     )
 
 

@@ -26,6 +26,9 @@ from .residency import DEVICE, HOST, Entry, Leaving, Shelf
 Shrink = Callable[[int, Sequence[int], Tensor], tuple[Tensor, int]]
 """Of a layer's blocks, whose payloads are uint8 ``[n, nbytes]``: smaller ones in their place, and their tag."""
 
+Chill = Callable[[int, Sequence[int], Tensor, int], tuple[Tensor, int] | None]
+"""The same for what goes to disk; given its tag as well, and None if it can't be smaller."""
+
 Made = TypeVar("Made")
 SHRINKABLE = 0  # the tag of payloads that can be shrunk
 NAMES = ("device", "host")
@@ -41,6 +44,7 @@ class Placement(Books):
         self.moved: Counter[str] = Counter()
         self.disk_hits = 0
         self.shrinkers: dict[int, Shrink] = {}  # by sequence
+        self.chillers: dict[int, Chill] = {}
         self._leaving = leaving
         self._group = group
         self._in_vain = [-1, -1]  # the pass in which nobody left for what was fetched, for device and host
@@ -109,6 +113,7 @@ class Placement(Books):
         """A sequence is decoded no more: forget what it has."""
         self.clock.turns.pop(sequence, None)
         self.shrinkers.pop(sequence, None)
+        self.chillers.pop(sequence, None)
         for shelf, entry in self.entries():
             if shelf.sequence == sequence:
                 self.remove(entry.key)
@@ -127,17 +132,27 @@ class Placement(Books):
     def to_disk(self, moving: Sequence[tuple[Shelf, Entry]], spare: bool = False) -> bool:
         """Write payloads to the disk as well; False if they do not fit, ``spare``: without anybody leaving."""
         for group in _alike((shelf, entry) for shelf, entry in moving if not entry.disk):
-            payloads = self.gather([entry for _, entry in group])
-            keys, tag, kept = [entry.key for _, entry in group], group[0][1].tag, self.live(group[0][0])
+            payloads, tag = self.gather([entry for _, entry in group]), group[0][1].tag
+            keys, kept = [entry.key for _, entry in group], self.live(group[0][0])
+            chilled = self._chilled(group[0][0], keys, payloads, tag)
+            payloads, tag = chilled or (payloads, tag)
             write = partial(_write, keys=keys, payloads=payloads, tag=tag, kept=kept)
             if spare and self.disk is not None and not self.disk.fits(*payloads.shape):
                 return False
             if not self.on_disk(write):
                 return False
-            for _, entry in group:
+            for shelf, entry in group:
+                if chilled is not None:  # other copies are of what it was
+                    for which in [which for which, place in enumerate(entry.places) if place is not None]:
+                        self.vacate(shelf, entry, which)
+                    entry.nbytes, entry.tag = payloads.shape[1], tag
                 entry.disk = True
             self.moved["host→disk"] += payloads.nbytes
         return True
+
+    def _chilled(self, shelf: Shelf, keys: Sequence[Key], payloads: Tensor, tag: int) -> tuple[Tensor, int] | None:
+        chill = None if shelf.sequence is None else self.chillers.get(shelf.sequence)
+        return None if chill is None else chill(shelf.layer, [number_of(key) for key in keys], payloads, tag)
 
     def on_disk(self, work: Callable[[DiskStore], Made]) -> Made | None:
         """What ``work`` gives, for which the disk may let others go; None where that fails."""
@@ -225,7 +240,8 @@ class Placement(Books):
                 self.remove(entry.key)
                 to = ""
             else:
-                self.vacate(shelf, entry, which)
+                if entry.places[which] is not None:
+                    self.vacate(shelf, entry, which)
                 to = "host" if entry.places[HOST] is not None else "disk" if entry.disk else "device"
             self.evictions[f"{NAMES[which]}→{to}"] += 1
         return True

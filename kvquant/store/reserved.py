@@ -9,6 +9,7 @@ import torch
 
 from ..errors import StoreError
 from .base import Key, Reservation
+from .residency import DISK
 
 if TYPE_CHECKING:
     from .tiered import TieredStore
@@ -30,6 +31,11 @@ class Reserved:
             self.payloads = pool.view(self._places[0], len(keys), nbytes)
         else:
             self.payloads = torch.empty(len(keys), nbytes, dtype=torch.uint8, device=store.device)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether that is where it will lie."""
+        return self._which == DISK
 
     @property
     def _places(self) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ..errors import StoreError, shown
 from .base import Key
 
-DEVICE, HOST = 0, 1
+DEVICE, HOST, DISK = 0, 1, 2
 
 
 class Entry:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..blocks import BlockKey
 from ..errors import StoreError
 from .base import ALIGNMENT
-from .placement import Shrink
+from .placement import Chill, Shrink
 from .plan import LOST, Part, Plan, Run, Sources
 from .residency import DEVICE, HOST, Turn
 from .transfer import Buffer, Load, copy_bytes
@@ -46,8 +46,15 @@ class _Ahead(NamedTuple):
 class Stream:
     """A sequence whose ``layers`` are read in turn; the store drops nothing of it until `close`."""
 
-    def __init__(self, store: TieredStore, sequence: int, layers: Sequence[int], shrink: Shrink | None = None) -> None:
-        """``shrink``: what makes payloads tagged `SHRINKABLE` smaller, once the device is full."""
+    def __init__(
+        self,
+        store: TieredStore,
+        sequence: int,
+        layers: Sequence[int],
+        shrink: Shrink | None = None,
+        chill: Chill | None = None,
+    ) -> None:
+        """``shrink`` makes payloads tagged `SHRINKABLE` smaller once the device is full, ``chill`` any for the disk."""
         self.store = store
         self.sequence = sequence
         self.layers = tuple(layers)
@@ -61,6 +68,8 @@ class Stream:
         self.turn = store.placement.clock.turns.setdefault(sequence, turn)
         if shrink is not None:
             store.placement.shrinkers[sequence] = shrink
+        if chill is not None:
+            store.placement.chillers[sequence] = chill
         store.streams.append(self)
 
     def begin(self, blocks: tuple[int, ...]) -> None:
@@ -73,7 +82,13 @@ class Stream:
             self._fetch_ahead(self._first)
 
     def reserve(
-        self, layer: int, blocks: Sequence[int], nbytes: int, tag: int, spare: bool = False
+        self,
+        layer: int,
+        blocks: Sequence[int],
+        nbytes: int,
+        tag: int,
+        spare: bool = False,
+        first: int = DEVICE,
     ) -> Reserved | None:
         """See `TieredStore.try_reserve`; ``nbytes`` is a multiple of `ALIGNMENT`."""
         if nbytes % ALIGNMENT:
@@ -84,7 +99,7 @@ class Stream:
             if nbytes > self.store.ring.nbytes:
                 self._make_room_in_buffers(nbytes)
             keys = [BlockKey(self.sequence, layer, block) for block in blocks]
-            return self.store.try_reserve(keys, nbytes, tag, spare)
+            return self.store.try_reserve(keys, nbytes, tag, spare, first)
 
     def read(self, layer: int, blocks: tuple[int, ...]) -> Reading:
         """``blocks`` of a layer, which are those of the pass. Raises `StoreError` where one is lost."""

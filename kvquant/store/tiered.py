@@ -25,7 +25,7 @@ from .base import ALIGNMENT, Key, StoreStats, TierStats, as_payload, key_bytes
 from .books import Level
 from .disk import DiskStore
 from .memory import Pool
-from .placement import NAMES, Placement, Shrink
+from .placement import NAMES, Chill, Placement, Shrink
 from .reserved import Reserved
 from .residency import DEVICE, HOST, Entry, Shelf, get_residency
 from .sizes import parse_bytes
@@ -91,11 +91,13 @@ class TieredStore:
         self.stall_seconds = 0.0
         self.closed = False
 
-    def stream(self, sequence: int, layers: Sequence[int], shrink: Shrink | None = None) -> Stream:
+    def stream(
+        self, sequence: int, layers: Sequence[int], shrink: Shrink | None = None, chill: Chill | None = None
+    ) -> Stream:
         """Begin to decode a sequence whose ``layers`` are visited in this order; see `Stream`."""
         with self.lock:
             self.check_open()
-            return Stream(self, sequence, layers, shrink)
+            return Stream(self, sequence, layers, shrink, chill)
 
     def retire(self, stream: Stream) -> None:
         """Close a stream at the next opportunity: for finalizers, which may run in the midst of anything."""
