@@ -17,6 +17,7 @@ from kvquant import KVQuantError
 
 from .bench.command import app as bench_app
 from .errors import printable
+from .store_command import app as store_app
 from .terminal import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -37,6 +38,7 @@ app = typer.Typer(
     help="Compress a transformer's KV cache, and know what it costs.",
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(store_app, name="store")
 
 
 class Protocol(StrEnum):

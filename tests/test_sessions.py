@@ -12,6 +12,7 @@ import torch
 import kvquant
 from kvquant import CacheStateError, KVQuantCache, PrecisionPolicy, StoreError, TieredStore, UnsupportedError
 from kvquant.cache import sessions
+from kvquant.testing import relative_rms
 from tests.models import feed, prompt, tiny
 
 POLICY = """
@@ -268,3 +269,52 @@ def test_prefixes_of_hybrid_models_are_refused():
     feed(model, used, prompt(40), 40)
     with pytest.raises(CacheStateError, match="fills an empty cache"):
         used.reuse(prompt(40))
+
+
+COLD = "cold: {key: {codec: int2, group: 16}, value: {codec: int2, rotate: hadamard}}\n"
+
+
+@pytest.mark.parametrize("when", ["seal", "evict"])
+@pytest.mark.parametrize("host", [None, "8KiB"])
+def test_blocks_that_go_to_disk_lose_more_if_the_policy_says_so(folder, when, host):
+    """Straight from what they were, or from codes where these have to leave; counted, and measured."""
+    model, ids = tiny(head_dim=32), prompt(400)
+    kvquant.enable(model)
+    cold = PrecisionPolicy.from_yaml(POLICY.format(when=when) + COLD)
+    assert cold.fingerprint() == policy().fingerprint()
+    read = {}
+    for name, given in (("usual", policy(when)), ("cold", cold)):
+        with TieredStore(None, host, "32MiB", folder / name, staging="64KiB") as store:
+            cache = KVQuantCache.for_model(model, given, store=store)
+            with torch.no_grad():
+                logits = [feed(model, cache, ids[:, :200], 200), feed(model, cache, ids[:, 200:], 100, 1, 99)]
+            read[name] = logits[1]
+            stats, tiers = cache.stats(), {tier.name: tier for tier in store.stats().tiers}
+            assert tiers["disk"].payloads
+            if name == "usual":
+                assert stats.recompressed == 0
+                usual = tiers["disk"].used / tiers["disk"].payloads
+                continue
+            assert stats.recompressed == tiers["disk"].payloads
+            assert tiers["disk"].used / tiers["disk"].payloads < 0.75 * usual
+            assert 0.05 < stats.recompression_error < 0.6
+            assert store.check() == []
+            layer = cache.layers[0]
+            assert layer.keys.isfinite().all()
+            cache.save("x")
+            keys = layer.keys
+            again = KVQuantCache.load(model, "x", store)
+            assert torch.equal(again.layers[0].keys, keys)
+    error = relative_rms(read["cold"], read["usual"])
+    assert 0 < error < 0.3
+
+
+def test_what_is_cold_is_not_shared(folder):
+    model, ids = tiny(head_dim=32), prompt(200)
+    kvquant.enable(model)
+    with TieredStore(None, None, "32MiB", folder, staging="64KiB") as store:
+        cache = KVQuantCache.for_model(
+            model, PrecisionPolicy.from_yaml(POLICY.format(when="seal") + COLD), store=store
+        )
+        feed(model, cache, ids, 200)
+        assert cache.share() == 0

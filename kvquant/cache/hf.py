@@ -309,8 +309,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     def share(self) -> int:
         """Put sealed blocks into the store under content keys, for caches of the same tenant; how many were new.
 
-        Needs `content_keys`. Raises `CacheStateError` without a store, `UnsupportedError` for a model with layers
-        that are not compressed.
+        Needs `content_keys`. Raises `CacheStateError` without a store, `UnsupportedError` for hybrid models.
         """
         return prefix.share(self)
 
@@ -349,7 +348,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return KVQuantLayer(layer.index, self._calls, held, watch)
 
     def settle(self) -> None:
-        """`CacheStateError` where a pass stopped between layers."""
+        """See `Calls.settle`."""
         self._calls.settle()
 
     def begin_with(self, input_ids: Tensor, starts: Sequence[int], rows: Sequence[Sequence[int]]) -> list[int]:

@@ -24,6 +24,8 @@ from .restore import blocks_of, device_of, put_blocks, resume, store_of
 if TYPE_CHECKING:
     from .hf import KVQuantCache
 
+PREFIX = b"p/"  # what keys begin with
+_DIGEST = 32  # bytes
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -157,7 +159,13 @@ def _starts(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
 
 
 def _name(digest: bytes, layer: int | None = None) -> bytes:
-    return b"p/" + digest + (b"" if layer is None else struct.pack("<H", layer))
+    return PREFIX + digest + (b"" if layer is None else struct.pack("<H", layer))
+
+
+def block_of(key: bytes) -> tuple[bytes, int] | None:
+    """The content key of a shared block, and its layer; None of what is no block."""
+    rest = key.removeprefix(PREFIX)
+    return (rest[:_DIGEST], *struct.unpack("<H", rest[_DIGEST:])) if len(rest) == _DIGEST + 2 else None
 
 
 def _bytes(plain: Any) -> Tensor:

@@ -10,15 +10,14 @@ its generation, a random number. Tensors are in safetensors' format. Nothing is 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import secrets
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from ..errors import KVQuantError, StoreError, UnsupportedError, shown
 from ..policy import PrecisionPolicy
+from ..store.base import BlockStore
 from ..store.tiered import TieredStore
 from .restore import blocks_of, device_of, put_blocks, resume, store_of
 from .rows import Row
@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAX_NAME = 200
-_MANIFEST = b"session/"
+MANIFEST, PARTS = b"session/", b"s/"  # what keys begin with
+_TOLD = {"name": str, "tenant": str, "saved": str, "tokens": list, "blocks": int, "parts": int}
+_GENERATION = 16  # bytes
+_PLACE = struct.Struct("<HI")  # behind it: of a layer, and of a block
 _STATE = 0xFFFFFFFF  # in the place of a block's number: what a layer holds beside blocks
 _ROWS = 0xFFFF  # in the place of a layer's
 
@@ -49,8 +52,10 @@ def save(cache: KVQuantCache, name: str) -> None:
     if not store.keeps:
         raise StoreError("save() needs a store with a disk: give it disk_budget and disk_path")
     cache.settle()
-    old = _manifest(store, key) if key in store else None
-    generation = secrets.token_bytes(16)
+    old = None
+    with contextlib.suppress(StoreError):  # there is none, or it is damaged
+        old = _manifest(store, key)
+    generation = secrets.token_bytes(_GENERATION)
     slots = list(dict.fromkeys(slot for row in cache.rows.rows for slot in row.slots))
     numbers = {slot: number for number, slot in enumerate(slots)}
     try:
@@ -81,7 +86,9 @@ def save(cache: KVQuantCache, name: str) -> None:
             "blocks": len(slots),
             "exact": waiting,
             "plain": _save_plain_layers(cache, store, generation),
+            "parts": 0,
         }
+        manifest["parts"] = len(_keys(store, PARTS + generation))
         store.flush()  # what a manifest names is on disk before it is
         store.keep([key], torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)[None])
         store.flush()
@@ -121,19 +128,73 @@ def load(
     return cache
 
 
-def sessions(store: TieredStore) -> list[dict[str, Any]]:
+class Found(NamedTuple):
+    """A manifest, under its key: what it tells of a session, or why that can't be loaded.
+
+    ``generation`` is what its parts' keys begin with after `PARTS`, as far as the manifest can be understood;
+    ``foreign`` is one of another release, which may know better.
+    """
+
+    key: bytes
+    told: dict[str, Any] | None
+    generation: bytes | None
+    why: str = ""
+    foreign: bool = False
+
+
+def found(store: BlockStore) -> list[Found]:
+    """All manifests of a store."""
+    result = []
+    for key in _keys(store, MANIFEST):
+        stored = store.get(key)
+        if stored is None:
+            result.append(Found(key, None, None, "its manifest is damaged"))
+            continue
+        generation = manifest = None
+        try:
+            manifest = _parsed(stored)
+            generation = _generation(manifest)
+            _check(manifest)
+            result.append(Found(key, {name: manifest[name] for name in _TOLD}, generation))
+        except StoreError as error:
+            foreign = manifest is not None and manifest["version"] != VERSION
+            result.append(Found(key, None, generation, str(error), foreign))
+    return result
+
+
+def sessions(store: BlockStore) -> list[dict[str, Any]]:
     """The manifests of all sessions in a store that can be read, without what only a resume needs."""
-    told = ("name", "tenant", "saved", "tokens", "blocks")
-    return [{name: manifest[name] for name in told} for manifest in _manifests(store)]
+    return [manifest.told for manifest in found(store) if manifest.told is not None]
 
 
-def orphans(store: TieredStore) -> list[bytes]:
+def orphans(store: BlockStore) -> list[bytes]:
     """Keys of sessions' parts that no manifest names: what saves left that did not end."""
-    alive = [_generation(manifest) for manifest in _manifests(store)]
-    return [key for key in _keys(store, b"s/") if key[2:18] not in alive]
+    return orphans_of(found(store), _keys(store, PARTS))
 
 
-def delete(store: TieredStore, name: str, tenant: str = "") -> None:
+def orphans_of(manifests: Sequence[Found], parts: Iterable[bytes]) -> list[bytes]:
+    """Those of ``parts`` that none of ``manifests`` names."""
+    alive = {manifest.generation for manifest in manifests}
+    return [key for key in parts if generation_of(key) not in alive]
+
+
+def generation_of(part: bytes) -> bytes:
+    """What keys of parts of one session have in common."""
+    return part[len(PARTS) : len(PARTS) + _GENERATION]
+
+
+def part_in_words(key: bytes) -> str:
+    """Which part of a session has a key."""
+    try:
+        layer, number = _PLACE.unpack(key[len(PARTS) + _GENERATION :])
+    except struct.error:
+        return "an unknown part"
+    if layer == _ROWS:
+        return "rows"
+    return f"state of layer {layer}" if number == _STATE else f"block {number} of layer {layer}"
+
+
+def delete(store: BlockStore, name: str, tenant: str = "") -> None:
     """Forget a session. Raises `StoreError` where there is none."""
     key = _key(name, tenant)
     manifest = _manifest(store, key)
@@ -141,21 +202,14 @@ def delete(store: TieredStore, name: str, tenant: str = "") -> None:
     forget(store, _generation(manifest))
 
 
-def forget(store: TieredStore, generation: bytes) -> None:
+def forget(store: BlockStore, generation: bytes) -> None:
     """Delete the parts of a session."""
-    store.delete(_keys(store, b"s/" + generation))
+    store.delete(_keys(store, PARTS + generation))
 
 
-def _keys(store: TieredStore, start: bytes) -> list[bytes]:
+def _keys(store: BlockStore, start: bytes) -> list[bytes]:
     known = store.keys()
     return [key for key in known if isinstance(key, bytes) and key.startswith(start)]
-
-
-def _manifests(store: TieredStore) -> Iterator[dict[str, Any]]:
-    """Those that can be read."""
-    for key in _keys(store, _MANIFEST):
-        with contextlib.suppress(StoreError):
-            yield _manifest(store, key)
 
 
 def _generation(manifest: Mapping[str, Any]) -> bytes:
@@ -165,25 +219,41 @@ def _generation(manifest: Mapping[str, Any]) -> bytes:
 def _key(name: str, tenant: str) -> bytes:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise StoreError(f"session name {shown(name)}; allowed: 1 to {MAX_NAME} printable characters")
-    return _MANIFEST + hashlib.blake2b(json.dumps([tenant, name]).encode(), digest_size=32).digest()
+    return MANIFEST + hashlib.blake2b(json.dumps([tenant, name]).encode(), digest_size=32).digest()
 
 
 def _part(generation: bytes, layer: int, number: int) -> bytes:
-    return b"s/" + generation + struct.pack("<HI", layer, number)
+    return PARTS + generation + _PLACE.pack(layer, number)
 
 
-def _manifest(store: TieredStore, key: bytes) -> dict[str, Any]:
+def _manifest(store: BlockStore, key: bytes) -> dict[str, Any]:
     stored = store.get(key)
     if stored is None:
         raise StoreError("no such session in this store, or it is damaged; kvquant store ls PATH lists them")
+    manifest = _parsed(stored)
+    _check(manifest)
+    return manifest
+
+
+def _parsed(stored: Tensor) -> dict[str, Any]:
+    """A manifest of any version, with a version and a generation. Raises `StoreError`."""
     try:
-        manifest = json.loads(bytes(stored.numpy()))
-        version, _ = manifest["version"], _generation(manifest)
+        manifest = dict(json.loads(bytes(stored.numpy())))
+        if "version" not in manifest or len(_generation(manifest)) != _GENERATION:
+            raise ValueError("no version, or no generation")  # a shorter one would name the parts of others too
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StoreError(f"a session's manifest is damaged: {error}") from error
-    if version != VERSION:
-        raise StoreError(f"a session of version {shown(version)}; this release reads {VERSION}")
-    return dict(manifest)
+    return manifest
+
+
+def _check(manifest: Mapping[str, Any]) -> None:
+    if manifest["version"] != VERSION:
+        raise StoreError(f"a session of version {shown(manifest['version'])}; this release reads {VERSION}")
+    odd = [name for name, kind in _TOLD.items() if not isinstance(manifest.get(name), kind)]
+    if not odd and any(not isinstance(tokens, int) for tokens in manifest["tokens"]):
+        odd = ["tokens"]
+    if odd:
+        raise StoreError(f"a session's manifest is damaged: {odd[0]}: {shown(manifest.get(odd[0]))}")
 
 
 def _keep(store: TieredStore, key: bytes, tensors: Mapping[str, Tensor]) -> None:
@@ -191,7 +261,7 @@ def _keep(store: TieredStore, key: bytes, tensors: Mapping[str, Tensor]) -> None
     store.keep([key], torch.frombuffer(bytearray(data), dtype=torch.uint8)[None])
 
 
-def _tensors(store: TieredStore, key: bytes) -> dict[str, Tensor]:
+def _tensors(store: BlockStore, key: bytes) -> dict[str, Tensor]:
     stored = store.get(key)
     if stored is None:
         raise StoreError("a part of the session is lost: save it again")

@@ -147,7 +147,10 @@ class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
                 self._counts.misses += 1
                 return None
             nbytes = entry.nbytes
-        out = torch.empty(1, nbytes, dtype=torch.uint8)
+        try:
+            out = torch.empty(1, nbytes, dtype=torch.uint8)
+        except RuntimeError:  # no memory for what an index may have made up
+            return None
         return out[0] if self.read([key], out)[0] else None
 
     def batch(self, keys: Sequence[Key], nbytes: int) -> Batch | None:
@@ -264,6 +267,11 @@ class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
                 with self._lock:
                     self._counts.faults[fault] += 1
                     self._table.drop(entry)
+        self.shrink()
+        return max(before - self._folder.footprint(), 0)
+
+    def shrink(self) -> None:
+        """What `gc` does beside reading: cut off the free end of the slab, and remove damaged indexes."""
         self.flush()
         try:
             self._ledger.shrink()
@@ -271,7 +279,6 @@ class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
                 self._slab.shrink(self._table.end())
         except (OSError, *FAILURES) as error:
             raise StoreError(f"{self.path}: {error}; allowed: a folder that can be written to") from error
-        return max(before - self._folder.footprint(), 0)
 
     def flush(self) -> None:
         """Write all rows to the index, so that the payloads of bytes keys outlive the process; syncs nothing."""

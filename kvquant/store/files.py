@@ -14,6 +14,7 @@ from ..errors import StoreError, shown
 
 Buffers = Sequence[memoryview]
 LOCK = "lock"
+_DIGITS = 20  # that the lock's file has room for
 
 
 class Files:
@@ -109,17 +110,44 @@ class Folder:
 
     def _locked(self) -> int:
         lock = self.open(LOCK)
-        pid = bytearray(20)
         if not self.files.lock(lock):
-            with contextlib.suppress(OSError):
-                self.files.preadv(lock, [memoryview(pid)], 0)
+            pid = _told(self.files, lock)
             self.files.close(lock)
-            holder = pid.rstrip(b"\0 ").decode(errors="replace")
-            holder = f"process {holder}" if holder.isascii() and holder.isdigit() else "another process"
+            holder = f"process {pid}" if pid else "another process"
             raise StoreError(f"{self.path}: {holder} writes to it; allowed: one writer, read_only=True beside it")
         with contextlib.suppress(OSError):  # the number is for people; the lock is what counts
-            self.files.pwritev(lock, [memoryview(f"{os.getpid()}".encode().ljust(len(pid)))], 0)
+            self.files.pwritev(lock, [memoryview(f"{os.getpid()}".encode().ljust(_DIGITS))], 0)
         return lock
+
+
+def writer(path: Path) -> int | None:
+    """The process that writes to a store's folder now, 0 where its number is not told, None if there is none.
+
+    For an instant this holds a lock of the kind that readers share, at which a writer that opens just then is refused.
+    """
+    files = Files()
+    try:
+        lock = files.open(str(path / LOCK), os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _told(files, lock)
+    except OSError:  # not every file system has locks; it had none for a writer either
+        return None
+    finally:
+        files.close(lock)
+    return None
+
+
+def _told(files: Files, lock: int) -> int:
+    """The number of the process that the lock's file names, or 0."""
+    pid = bytearray(_DIGITS)
+    with contextlib.suppress(OSError):
+        files.preadv(lock, [memoryview(pid)], 0)
+    digits = pid.rstrip(b"\0 ")
+    return int(digits) if digits.isdigit() else 0
 
 
 def _open_folder(path: Path, *, create: bool) -> int:

@@ -54,7 +54,7 @@ class Stream:
         shrink: Shrink | None = None,
         chill: Chill | None = None,
     ) -> None:
-        """``shrink`` makes payloads tagged `SHRINKABLE` smaller once the device is full, ``chill`` any for the disk."""
+        """``shrink`` makes payloads tagged `SHRINKABLE` smaller once the device is full, ``chill`` all for disk."""
         self.store = store
         self.sequence = sequence
         self.layers = tuple(layers)
