@@ -10,6 +10,7 @@ its generation, a random number. Tensors are in safetensors' format. Nothing is 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import secrets

@@ -39,7 +39,7 @@ class CacheStats:
     uncompressed 16-bit cache of the same tokens takes there, padding excluded, whatever dtype the model runs in.
     ``other_bytes`` are those of layers that pass through (sliding windows, …). ``peak_kv_bytes`` adds the one
     layer that is decoded for attention at a time. ``fallbacks`` is how often a layer's keys, or values, were decoded
-    though `kvquant.enable` is on, since the cache, or the one it is a copy of, was built. With a store ``kv_bytes`` are
+    though `kvquant.enable` is on, since the cache, or the one it copies, was built. With a store ``kv_bytes`` are
     those on the device, ``recompressed`` how many blocks of layers got the codecs of `PrecisionPolicy.cold`, and
     ``recompression_error`` what that cost them on average: the relative root mean square error.
     """
