@@ -147,10 +147,7 @@ class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
                 self._counts.misses += 1
                 return None
             nbytes = entry.nbytes
-        try:
-            out = torch.empty(1, nbytes, dtype=torch.uint8)
-        except RuntimeError:  # no memory for what an index may have made up
-            return None
+        out = torch.empty(1, nbytes, dtype=torch.uint8)
         return out[0] if self.read([key], out)[0] else None
 
     def batch(self, keys: Sequence[Key], nbytes: int) -> Batch | None:
@@ -171,6 +168,8 @@ class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
         if not out.is_contiguous():
             raise StoreError(f"out of strides {out.stride()}; allowed: a contiguous tensor")
         nbytes = out.shape[1]
+        if not len(keys):
+            return []
         with self._lock:
             table = self._begin()
             found = table.pin(keys)
