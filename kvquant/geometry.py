@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import UnsupportedError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 CROSS_KIND = "cross_attention"
@@ -70,3 +71,21 @@ def cache_hazard(config: Any) -> str | None:
             f"tokens and goes on with an uncompressed one of its own; calling the model directly keeps it"
         )
     return None
+
+
+def kv_shape(config: Any) -> tuple[int, int, torch.dtype] | None:
+    """Heads of keys and values, their channels and their dtype, as far as a config tells; None if it does not.
+
+    Layers of a kind may differ: it is for telling early what is certain to fail.
+    """
+    import torch
+
+    decoder = decoder_config(config)
+    heads = getattr(decoder, "num_key_value_heads", None) or getattr(decoder, "num_attention_heads", None)
+    dim = getattr(decoder, "head_dim", None)
+    if dim is None and isinstance(heads, int) and isinstance(getattr(decoder, "hidden_size", None), int):
+        dim = decoder.hidden_size // decoder.num_attention_heads
+    dtype = getattr(decoder, "dtype", None)
+    if caches_latents(decoder) or not isinstance(heads, int) or not isinstance(dim, int):
+        return None
+    return heads, dim, dtype if isinstance(dtype, torch.dtype) else torch.float32

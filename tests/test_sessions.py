@@ -318,3 +318,13 @@ def test_what_is_cold_is_not_shared(folder):
         )
         feed(model, cache, ids, 200)
         assert cache.share() == 0
+
+
+def test_budgets_that_hold_no_block_are_refused_before_anything_is_read(folder):
+    model = tiny()
+    with pytest.raises(StoreError, match=r"host_budget: 512 bytes can't hold one block; the smallest that can is 768"):
+        KVQuantCache.for_model(model, policy(), store=TieredStore("1MiB", 512))
+    KVQuantCache.for_model(model, policy(), store=TieredStore(768, 768))
+    for given in ({"device_budget": 63}, {}, {"disk_budget": "1MiB"}, {"host_budget": "much"}, {"host_budget": -1}):
+        with pytest.raises(StoreError):
+            TieredStore(**given)

@@ -28,10 +28,10 @@ from . import prefix, sessions
 from .calls import Calls
 from .hf_layer import KVQuantLayer
 from .layer import History, Layer
-from .offload import Offload
+from .offload import offload_to
 from .resident import Resident
 from .rows import Rows
-from .shared import Recompressed, Shared
+from .shared import Recompressed
 from .stats import CacheStats, take_stats
 from .streaming import HeldStates, Watch
 
@@ -58,10 +58,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self.store = store
         self.tenant, self.adapter = tenant, adapter
         self.rows = Rows(SlotPool(), policy.block_tokens, policy.recent_tokens)
-        self._offload: Offload | None = None
-        if store is not None:
-            indexes = tuple(layer.index for layer in resolved.layers if layer.policy is not None)
-            self._offload = Offload(Shared(store, self.rows.pool, indexes, policy.when == "evict", resolved.cold))
+        self._offload = None if store is None else offload_to(store, self.rows.pool, resolved, config)
         self._calls = Calls(self.rows)
         self._config = decoder_config(config)
         self._watch = Watch()

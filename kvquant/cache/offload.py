@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
+from ..arena import SlotPool
 from ..blocks import BlockKey
 from ..codecs import Codec, Fields, Raw
 from ..errors import StoreError, StoreFullError
-from ..policy import LayerPolicy
+from ..geometry import kv_shape
+from ..policy import LayerPolicy, ResolvedPolicy
 from ..records import Record, copy_fields
 from ..store.placement import SHRINKABLE
 from ..store.plan import Run
 from ..store.reserved import Reserved
 from ..store.residency import DEVICE, DISK
 from ..store.stream import Stream
+from ..store.tiered import TieredStore
 from .blocks import Cut, Portions, Side, Span
 from .layer import Layer
 from .rows import Call, Piece
@@ -313,6 +317,19 @@ class Offloaded:
                 for side, coded, found in zip(self.layer.sides, kind, fields, strict=True)
             )
         return Span(piece.first, group[-1][1].stop, piece.offset, (key, value))
+
+
+def offload_to(store: TieredStore, pool: SlotPool, resolved: ResolvedPolicy, config: Any) -> Offload:
+    """How a new cache's blocks lie in a store. Raises `StoreError` where a tier can't hold one of them."""
+    layers = [(layer.index, layer.policy) for layer in resolved.layers if layer.policy is not None]
+    policy = resolved.policy
+    if (shape := kv_shape(config)) is not None:
+        heads, dim, dtype = shape
+        for _, codecs in layers:
+            key, value = (codec.layout(heads, policy.block_tokens, dim, dtype) for codec in (codecs.key, codecs.value))
+            store.must_hold(Record.of(key, value).nbytes)
+    indexes = tuple(index for index, _ in layers)
+    return Offload(Shared(store, pool, indexes, policy.when == "evict", resolved.cold))
 
 
 def _part(cut: Cut, first: int, stop: int, tokens: int) -> Cut:
