@@ -75,7 +75,7 @@ REAL = Plan(
         Stage("attention int4-channels", 60),
         Stage("tuning", 120),
     ),
-    tests=("tests/test_triton.py", "tests/test_triton_codecs.py"),
+    tests=("tests/test_triton.py", "tests/test_triton_codecs.py", "tests/store/test_device.py"),
     lengths=(128 << 10, 32 << 10, 8 << 10),
     rows=8,
     kv_heads=8,

@@ -1,0 +1,48 @@
+"""A cache whose blocks are in a store, on the best device of the machine: a GPU, where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvquant
+from kvquant import KVQuantCache, PrecisionPolicy, TieredStore
+from tests.models import feed, prompt, tiny
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+POLICY = """
+version: 1
+name: small
+block_tokens: 16
+recent_tokens: 16
+when: {when}
+default: {{key: {{codec: int4, group: 16}}, value: {{codec: int4, rotate: hadamard}}}}
+"""
+
+
+@pytest.mark.parametrize("when", ["seal", "evict"])
+@pytest.mark.parametrize("shape", [(20_000, "1MiB", None), (None, "1MiB", None), (8_000, 20_000, "8MiB")])
+def test_what_comes_back_is_what_went(when, shape, tmp_path, monkeypatch):
+    """By way of the buffers and the thread that serve a GPU, in order and with events there."""
+    model, ids = tiny().to(DEVICE), prompt(260, rows=2).to(DEVICE)
+    kvquant.enable(model)
+    policy = PrecisionPolicy.from_yaml(POLICY.format(when=when))
+    expected = feed(model, KVQuantCache.for_model(model, policy), ids, 100, 1, 1, 98, *[1] * 60)
+    device, host, disk = shape
+    path = None if disk is None else tmp_path / "store"
+    with TieredStore(device, host, disk, path, device=DEVICE, staging="16KiB") as store:
+        monkeypatch.setattr(store.lane, "overlaps", True)
+        cache = KVQuantCache.for_model(model, policy, store=store)
+        found = feed(model, cache, ids, 100, 1, 1, 98, *[1] * 60)
+        tolerance = 1e-3 if when == "seal" else 0.05  # what is not encoded yet is exact
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        stats = store.stats()
+        assert stats.prefetch_hits + stats.prefetch_late > 500
+        assert stats.pinned == 0
+        assert store.check() == []
+        if disk is not None:
+            cache.save("x")
+            last = ids[:, :1]
+            expected = feed(model, cache, last, 1)
+            again = KVQuantCache.load(model, "x", store)
+            torch.testing.assert_close(feed(model, again, last, 1), expected)
