@@ -47,6 +47,8 @@ class Placement(Books):
         self.chillers: dict[int, Chill] = {}
         self._leaving = leaving
         self._group = group
+        if disk is not None:
+            disk.let_go()  # it takes note from now on
         self._in_vain = [-1, -1]  # the pass in which nobody left for what was fetched, for device and host
 
     # -- what comes and goes ---------------------------------------------------------------------------------------

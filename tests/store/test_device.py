@@ -46,3 +46,13 @@ def test_what_comes_back_is_what_went(when, shape, tmp_path, monkeypatch):
             expected = feed(model, cache, last, 1)
             again = KVQuantCache.load(model, "x", store)
             torch.testing.assert_close(feed(model, again, last, 1), expected)
+
+
+def test_what_a_full_disk_lets_go_at_first_is_known(tmp_path):
+    payload = torch.arange(64, dtype=torch.uint8)
+    for _ in range(2):
+        with TieredStore(None, None, 64 * 4, tmp_path / "store") as store:
+            for number in range(8):
+                store.put(b"%d" % number, payload)
+                assert store.check() == []
+                assert all(torch.equal(store.get(key), payload) for key in store.keys())  # noqa: SIM118
