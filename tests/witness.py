@@ -32,12 +32,12 @@ class Witness(KVQuantCache):
         self.shortest = 10**9  # a crop below what is sealed cuts blocks; the test of that is in test_history.py
 
     def update(self, keys, values, layer, *args, **kwargs):
-        if layer in self.compressed:
+        if layer in self.checked:
             self.truth.update(keys, values, layer)
         return super().update(keys, values, layer, *args, **kwargs)
 
     @property
-    def compressed(self):
+    def checked(self):
         return [layer.index for layer in self.resolved.layers if layer.policy]
 
     def _follow(self, operation, argument):
@@ -64,7 +64,7 @@ class Witness(KVQuantCache):
     def check(self):
         """Every layer decodes to the true history, its sealed blocks encoded once."""
         assert any(row.slots for row in self.rows.rows)
-        for index in self.compressed:
+        for index in self.checked:
             truth, layer = self.truth.layers[index], self.layers[index]
             for which, exact in enumerate((truth.keys, truth.values)):
                 codec = layer.held.sides[which].codec

@@ -32,7 +32,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 def unrotate(x: Tensor) -> Tensor:
     """Undo :func:`hadamard` on float32 ``[..., D]`` by one matrix product, several times faster."""
-    return torch.matmul(x, matrix(x.shape[-1], x.device))
+    return torch.matmul(x.contiguous(), matrix(x.shape[-1], x.device))  # strides may decide how it rounds
 
 
 def _butterfly(columns: Tensor) -> Tensor:
