@@ -157,6 +157,45 @@ class StoreStats:
         """Bytes held in all tiers; what lies in two counts twice."""
         return sum(tier.used for tier in self.tiers)
 
+    def __str__(self) -> str:
+        tiers = ", ".join(
+            f"{tier.name} {tier.used / 2**20:.1f} of {tier.budget / 2**20:.1f} MiB in {tier.payloads} payloads, "
+            f"{tier.hits} hits"
+            for tier in self.tiers
+        )
+        left = ", ".join(f"{edge} {count}" for edge, count in self.evictions.items()) or "none"
+        faults = ", ".join(f"{kind} {count}" for kind, count in self.faults.items()) or "none"
+        return (
+            f"{tiers}; {self.misses} misses; evictions: {left}; fetched ahead: {self.prefetch_hits} in time, "
+            f"{self.prefetch_late} late, {self.prefetch_unused} unused; {self.stall_seconds:.3f} s waited; "
+            f"faults: {faults}"
+        )
+
+    def prometheus(self, prefix: str = "kvquant_store") -> str:
+        """The snapshot in Prometheus' text format."""
+        lines = []
+        for tier in self.tiers:
+            told = {"budget_bytes": tier.budget, "used_bytes": tier.used, "payloads": tier.payloads}
+            told |= {"hits_total": tier.hits}
+            lines += [f'{prefix}_{name}{{tier="{tier.name}"}} {value}' for name, value in told.items()]
+        for name, label, counts in (
+            ("evictions_total", "edge", self.evictions),
+            ("moved_bytes_total", "edge", self.moved),
+            ("faults_total", "kind", self.faults),
+        ):
+            lines += [f'{prefix}_{name}{{{label}="{each}"}} {count}' for each, count in counts.items()]
+        totals = {
+            "misses_total": self.misses,
+            "puts_total": self.puts,
+            "pinned": self.pinned,
+            "prefetch_hits_total": self.prefetch_hits,
+            "prefetch_late_total": self.prefetch_late,
+            "prefetch_unused_total": self.prefetch_unused,
+            "stall_seconds_total": self.stall_seconds,
+        }
+        lines += [f"{prefix}_{name} {value}" for name, value in totals.items()]
+        return "\n".join(lines) + "\n"
+
 
 def as_payload(payload: Tensor) -> Tensor:
     """What was given to be put, checked. Raises `StoreError`."""

@@ -56,3 +56,17 @@ def test_what_a_full_disk_lets_go_at_first_is_known(tmp_path):
                 store.put(b"%d" % number, payload)
                 assert store.check() == []
                 assert all(torch.equal(store.get(key), payload) for key in store.keys())  # noqa: SIM118
+
+
+def test_what_a_store_did_is_told_in_words_and_to_prometheus(tmp_path):
+    with TieredStore(64, 64, 64 * 4, tmp_path / "store") as store:
+        for number in range(4):
+            store.put(b"%d" % number, torch.full((64,), number, dtype=torch.uint8))
+        assert store.get(b"absent") is None
+        stats = store.stats()
+        said, lines = str(stats), stats.prometheus().splitlines()
+    assert said.startswith("device 0.0 of 0.0 MiB in 1 payloads, 0 hits, host ")
+    assert "1 misses; evictions: " in said
+    assert 'kvquant_store_used_bytes{tier="device"} 64' in lines
+    assert "kvquant_store_misses_total 1" in lines
+    assert any(line.startswith('kvquant_store_evictions_total{edge="device→host"} ') for line in lines)
