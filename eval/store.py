@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvquant import StoreError
-from kvquant.cache import prefix, sessions
-from kvquant.cache.sessions import Found
+from kvquant.cache import manifests, prefix
+from kvquant.cache.manifests import Found
 from kvquant.store.disk import DiskStore
 from kvquant.store.files import LOCK, writer
 from kvquant.store.index import NAME as INDEX
@@ -95,7 +95,7 @@ class Contents:
 
     def kinds(self) -> list[Kind]:
         """Payloads by what they are of."""
-        own = {"sessions": (sessions.MANIFEST, sessions.PARTS), "prefixes": (prefix.PREFIX,), "other": (b"",)}
+        own = {"sessions": (manifests.MANIFEST, manifests.PARTS), "prefixes": (prefix.PREFIX,), "other": (b"",)}
         counts: Counter[str] = Counter()
         nbytes: Counter[str] = Counter()
         for key, size in self.sizes.items():
@@ -229,13 +229,13 @@ def look(store: DiskStore) -> Contents:
     """What is in a store, of which only manifests are read."""
     known = store.keys()
     sizes = {key: place[0] for key in known if isinstance(key, bytes) and (place := store.locate(key))}
-    manifests = sessions.found(store)
+    sessions = manifests.found(store)
     parts: dict[bytes | None, list[bytes]] = {}
     for key in sizes:
-        if key.startswith(sessions.PARTS):
-            parts.setdefault(sessions.generation_of(key), []).append(key)
+        if key.startswith(manifests.PARTS):
+            parts.setdefault(manifests.generation_of(key), []).append(key)
     rows = []
-    for found in manifests:
+    for found in sessions:
         if (told := found.told) is not None:
             own = parts.get(found.generation, [])
             takes = sum(sizes[key] for key in own) + sizes.get(found.key, 0)
@@ -243,8 +243,8 @@ def look(store: DiskStore) -> Contents:
             missing = max(told["parts"] - len(own), 0)
             rows.append(SessionRow(**shown, bytes=takes, missing=missing, manifest=found.key, parts=own))
     rows.sort(key=lambda row: (row.tenant, row.name))
-    others = [found for found in manifests if found.told is None]
-    orphans = sessions.orphans_of(manifests, [key for each in parts.values() for key in each])
+    others = [found for found in sessions if found.told is None]
+    orphans = manifests.orphans_of(sessions, [key for each in parts.values() for key in each])
     return Contents(sizes, rows, others, orphans, store.stats().faults.get("row", 0))
 
 
@@ -301,7 +301,7 @@ def _damage(contents: Contents, damaged: Sequence[bytes]) -> list[Finding]:
         if (row := owners.get(key)) is not None:
             groups.setdefault(("session", row.name, row.tenant, row.manifest), []).append(key)
         else:
-            of = {sessions.MANIFEST: "session", sessions.PARTS: "session", prefix.PREFIX: "prefix"}
+            of = {manifests.MANIFEST: "session", manifests.PARTS: "session", prefix.PREFIX: "prefix"}
             kind = next((kind for start, kind in of.items() if key.startswith(start)), "other")
             groups.setdefault((kind, "", "", b""), []).append(key)
     return [
@@ -344,14 +344,14 @@ def _orphaned(contents: Contents) -> Finding | None:
 
 
 def _parts(generation: bytes | None, keys: Iterable[bytes]) -> list[bytes]:
-    return [] if generation is None else [key for key in keys if key.startswith(sessions.PARTS + generation)]
+    return [] if generation is None else [key for key in keys if key.startswith(manifests.PARTS + generation)]
 
 
 def _in_words(key: bytes) -> str:
-    if key.startswith(sessions.MANIFEST):
+    if key.startswith(manifests.MANIFEST):
         return "manifest"
-    if key.startswith(sessions.PARTS):
-        return sessions.part_in_words(key)
+    if key.startswith(manifests.PARTS):
+        return manifests.part_in_words(key)
     if key.startswith(prefix.PREFIX):
         block = prefix.block_of(key)
         return f"block {block[0].hex()[:12]} of layer {block[1]}" if block else "shapes of layers"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 import kvquant
 from kvquant import CacheStateError, KVQuantCache, PrecisionPolicy, StoreError, TieredStore, UnsupportedError
-from kvquant.cache import sessions
+from kvquant.cache import manifests
 from kvquant.testing import relative_rms
 from tests.models import feed, prompt, tiny
 
@@ -84,13 +86,13 @@ def test_a_session_replaces_another_and_leaves_nothing_of_it(folder):
         before = len(store)
         cache.save("x")
         assert len(store) == before
-        assert sessions.orphans(store) == []
+        assert manifests.orphans(store) == []
         feed(model, cache, ids[:, 100:], 100)
         cache.save("y")
-        assert {(told["name"], *told["tokens"]) for told in sessions.sessions(store)} == {("x", 100), ("y", 200)}
-        sessions.delete(store, "y")
-        assert [told["name"] for told in sessions.sessions(store)] == ["x"]
-        assert sessions.orphans(store) == []
+        assert {(told["name"], *told["tokens"]) for told in manifests.sessions(store)} == {("x", 100), ("y", 200)}
+        manifests.delete(store, "y")
+        assert [told["name"] for told in manifests.sessions(store)] == ["x"]
+        assert manifests.orphans(store) == []
 
 
 def test_a_save_that_fails_leaves_the_session_there_was(folder, monkeypatch):
@@ -111,7 +113,7 @@ def test_a_save_that_fails_leaves_the_session_there_was(folder, monkeypatch):
         with pytest.raises(kvquant.StoreFullError):
             cache.save("x")
         monkeypatch.undo()
-        assert sessions.orphans(store) == []
+        assert manifests.orphans(store) == []
         assert KVQuantCache.load(model, "x", store).get_seq_length() == 100
 
 
@@ -261,7 +263,7 @@ def test_a_lost_block_shortens_the_prefix():
 
 
 def test_prefixes_of_hybrid_models_are_refused():
-    store = TieredStore("1MiB")
+    store = TieredStore("1MiB", "1MiB")
     cache = KVQuantCache.for_model(tiny("gemma3"), policy(), store=store)
     with pytest.raises(UnsupportedError, match="sliding"):
         cache.share()
@@ -328,3 +330,102 @@ def test_budgets_that_hold_no_block_are_refused_before_anything_is_read(folder):
     for given in ({"device_budget": 63}, {}, {"disk_budget": "1MiB"}, {"host_budget": "much"}, {"host_budget": -1}):
         with pytest.raises(StoreError):
             TieredStore(**given)
+
+
+def test_a_dropped_cache_leaves_its_room_at_once():
+    """Without help of the garbage collector: nothing of a cache refers to itself."""
+    model = tiny()
+    gc.disable()
+    try:
+        store = TieredStore(host_budget="64KiB", staging="64KiB")
+        for seed in range(12):
+            cache = KVQuantCache.for_model(model, policy(), store=store)
+            feed(model, cache, prompt(300, seed=seed), 300)
+            assert len(store.streams) <= 2
+            kept = weakref.ref(cache.layers[0].held)
+            del cache
+            assert kept() is None
+        plain = KVQuantCache.for_model(model, policy())
+        feed(model, plain, prompt(100), 100)
+        kept = weakref.ref(plain.layers[0].held)
+        del plain
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("shape", [(None, None, "8MiB"), ("4KiB", "8KiB", "8MiB"), (None, "4MiB", None)])
+def test_a_block_that_is_looked_at_is_that_block(folder, shape):
+    model, ids = tiny(), prompt(300)
+    plain = KVQuantCache.for_model(model, policy())
+    feed(model, plain, ids, 100, 100, 100)
+    path = folder if shape[2] else None
+    with TieredStore(*shape, path, staging="8KiB") as store:
+        cache = KVQuantCache.for_model(model, policy(), store=store)
+        feed(model, cache, ids, 100, 100, 100)
+        for layer in range(4):
+            for number in range(len(plain.rows.rows[0].slots)):
+                one, other = (each.block(layer, 0, number) for each in (cache, plain))
+                assert one.to_bytes(b"k") == other.to_bytes(b"k")
+
+
+def test_a_save_that_fails_at_its_last_step_leaves_a_session(folder, monkeypatch):
+    model, ids = tiny(), prompt(200)
+    with opened(folder) as store:
+        cache = KVQuantCache.for_model(model, policy(), store=store)
+        feed(model, cache, ids[:, :100], 100)
+        cache.save("x")
+        feed(model, cache, ids[:, 100:], 100)
+        flush, left = store.flush, iter(range(1))
+
+        def fail():
+            if next(left, None) is None:
+                raise RuntimeError
+            flush()
+
+        monkeypatch.setattr(store, "flush", fail)
+        with pytest.raises(RuntimeError):
+            cache.save("x")
+        monkeypatch.undo()
+    with opened(folder) as store:
+        assert KVQuantCache.load(model, "x", store).get_seq_length() in (100, 200)
+
+
+def test_what_interrupted_saves_left_makes_room_for_the_next(folder, monkeypatch):
+    model, ids = tiny(), prompt(100)
+    with opened(folder) as store:
+        cache = KVQuantCache.for_model(model, policy(), store=store)
+        feed(model, cache, ids, 100)
+        cache.save("x")
+        before = len(store)
+        cache.save("y")
+        store.delete(manifests.keys_from(store, manifests.MANIFEST))
+        assert len(manifests.orphans(store)) > before
+        cache.save("z")
+        assert manifests.orphans(store) == []
+        assert len(store) == before
+
+
+def test_what_is_no_store_is_refused():
+    model = tiny()
+    for given in ("x", object(), {}):
+        with pytest.raises(StoreError, match="allowed: a TieredStore"):
+            KVQuantCache.for_model(model, policy(), store=given)
+        with pytest.raises(StoreError, match="allowed: a TieredStore"):
+            KVQuantCache.load(model, "x", given)
+    with pytest.raises(StoreError, match="with room beside the device"):
+        KVQuantCache.for_model(model, policy(), store=TieredStore("1MiB")).share()
+    for device in ("zzz", 3.5, "meta"):
+        with pytest.raises(StoreError, match="device"):
+            TieredStore("1MiB", device=device)
+
+
+def test_settings_that_differ_are_named(folder):
+    model = tiny()
+    with opened(folder) as store:
+        cache = KVQuantCache.for_model(model, policy(), store=store)
+        feed(model, cache, prompt(50), 50)
+        cache.save("x")
+        other = tiny(rope_parameters={"rope_type": "default", "rope_theta": 9e3})
+        with pytest.raises(StoreError, match=r"another rope_parameters: .*10000.*, now .*9000"):
+            KVQuantCache.load(other, "x", store)

@@ -238,13 +238,14 @@ class Layer:
 
     def block(self, call: Call, row: int) -> tuple[CompressedTensor, CompressedTensor]:
         """A copy of what is stored of a row's history in ``call``, which is one block."""
-        found = [span for portion in self.blocks.read(call).each for span in portion[row]]
-        parts = []
-        for side, stored in zip(self.sides, found[0].sides, strict=True):
-            tail = side.tails[0].tokens
-            fields = {name: field[0].clone() for name, field in stored.fields.items()}
-            shape = tail.shape[0], side.block_tokens, tail.shape[2]
-            parts.append(CompressedTensor(stored.codec.name, shape, tail.dtype, fields, stored.raw))
+        parts: list[CompressedTensor] = []
+        for portion in self.blocks.read(call).each:  # each is good until the next is taken
+            for span in portion[row]:
+                for side, stored in zip(self.sides, span.sides, strict=True):
+                    tail = side.tails[0].tokens
+                    fields = {name: field[0].clone() for name, field in stored.fields.items()}
+                    shape = tail.shape[0], side.block_tokens, tail.shape[2]
+                    parts.append(CompressedTensor(stored.codec.name, shape, tail.dtype, fields, stored.raw))
         return parts[0], parts[1]
 
     def nbytes(self) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..arena import SlotPool
 from ..blocks import BlockKey
 from ..codecs import Codec, Fields, Raw
-from ..errors import StoreError, StoreFullError
+from ..errors import StoreError, StoreFullError, shown
 from ..geometry import kv_shape
 from ..policy import LayerPolicy, ResolvedPolicy
 from ..records import Record, copy_fields
@@ -107,7 +107,8 @@ class Offloaded:
     """The blocks of one layer; see `Blocks`."""
 
     def __init__(self, offload: Offload, index: int, layer: Layer) -> None:
-        self._offload, self.index, self.layer = offload, index, layer
+        self._offload, self.index = offload, index
+        self._owner = weakref.ref(layer)  # a cycle would keep the blocks of a cache that is gone
         self.shared = offload.shared
 
     def seal(self, call: Call, cuts: Sequence[Cut]) -> None:
@@ -146,6 +147,13 @@ class Offloaded:
     def fork(self, layer: Layer) -> Offloaded:
         """For a copy of the layer within the same cache; see `Offload.fork`."""
         return Offloaded(self._offload, self.index, layer)
+
+    @property
+    def layer(self) -> Layer:
+        """Whose blocks these are."""
+        layer = self._owner()
+        assert layer is not None
+        return layer
 
     @property
     def _codecs(self) -> tuple[Codec, Codec]:
@@ -198,11 +206,10 @@ class Offloaded:
 
     def stored(self, slot: int) -> tuple[Tensor, int]:
         """A copy of a block's payload on the CPU, and its tag. Raises `StoreError` if it is lost."""
-        key = BlockKey(self.shared.sequence, self.index, slot)
-        payload, tag = self.shared.store.get(key), self.shared.store.tag(key)
-        if payload is None or tag is None:
+        found = self.shared.store.get_tagged(BlockKey(self.shared.sequence, self.index, slot))
+        if found is None:
             raise StoreError(f"a block of layer {self.index} is lost: reset() the cache and feed it again")
-        return payload, tag
+        return found
 
     def room(self, slots: Sequence[int], nbytes: int, tag: int, below: bool = False) -> Reserved:
         """Room for blocks, ``below``: on disk. Raises `StoreFullError`."""
@@ -321,6 +328,8 @@ class Offloaded:
 
 def offload_to(store: TieredStore, pool: SlotPool, resolved: ResolvedPolicy, config: Any) -> Offload:
     """How a new cache's blocks lie in a store. Raises `StoreError` where a tier can't hold one of them."""
+    if not isinstance(store, TieredStore):
+        raise StoreError(f"store: {shown(store)}; allowed: a TieredStore")
     layers = [(layer.index, layer.policy) for layer in resolved.layers if layer.policy is not None]
     policy = resolved.policy
     if (shape := kv_shape(config)) is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import CacheStateError, StoreFullError, UnsupportedError
+from ..errors import CacheStateError, StoreError, StoreFullError, UnsupportedError
 from ..geometry import COMPRESSED_KIND
 from ..keys import content_keys
 from .layer import History
@@ -32,6 +32,8 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.
 def share(cache: KVQuantCache) -> int:
     """See `KVQuantCache.share`."""
     store = store_of(cache.store, "share()")
+    if not store.has_below:
+        raise StoreError("share() needs a store with room beside the device: give it host_budget or disk_budget")
     _check_layers(cache)
     cache.settle()
     shapes, shared = {}, 0
@@ -50,8 +52,9 @@ def share(cache: KVQuantCache) -> int:
                     continue
                 if blocks.is_cold(slot):
                     break  # a key promises codes of the policy's usual codecs
+                payload, tag = _encoded(blocks, slot)
                 try:
-                    store.put_below(name, _payload(blocks, slot), _tag(blocks, slot))
+                    store.put_below(name, _with_sinks(blocks, slot, payload), tag)
                 except StoreFullError:
                     return shared  # what did not fit is recomputed by whoever would have used it
                 shared += 1
@@ -127,7 +130,7 @@ def _restore(
         first = [slots[unique.index(keys[0])] for keys in rows if keys]
         stored = []
         for slot, (payload, tag) in zip(slots, payloads[layer.index], strict=True):
-            record = payload[: blocks.record(tag).nbytes]
+            record = payload[: blocks.record(tag).nbytes] if slot in first else payload
             if slot in first:
                 _take_sinks(blocks, slot, payload[len(record) :])
             stored.append((record, tag))
@@ -175,27 +178,25 @@ def _bytes(plain: Any) -> Tensor:
 def _encoded(blocks: Offloaded, slot: int) -> tuple[Tensor, int]:
     """A block's record, encoded, which keys promise; and its tag."""
     payload, tag = blocks.stored(slot)
-    if slot in blocks.shared.waiting and blocks.is_exact(tag):
+    if blocks.is_exact(tag):
         (payload,), tag = blocks.shared.shrink(blocks.index, [slot], payload[None])
     return payload, tag
 
 
-def _tag(blocks: Offloaded, slot: int) -> int:
-    return _encoded(blocks, slot)[1]
-
-
-def _payload(blocks: Offloaded, slot: int) -> Tensor:
+def _with_sinks(blocks: Offloaded, slot: int, payload: Tensor) -> Tensor:
     raw = [side.sinks[slot] for side in blocks.layer.sides if slot in side.sinks]
     parts = [tokens.contiguous().cpu().flatten().view(torch.uint8) for tokens in raw]
-    return torch.cat([_encoded(blocks, slot)[0].cpu(), *parts])
+    return torch.cat([payload.cpu(), *parts])
 
 
 def _take_sinks(blocks: Offloaded, slot: int, data: Tensor) -> None:
     sides: list[History] = [side for side in blocks.layer.sides if side.sink_tokens]
-    for side in sides:
+    sizes = [side.sink_tokens * side.token_elements * side.tails[0].tokens.itemsize for side in sides]
+    if len(data) != sum(sizes):
+        raise StoreError(f"{len(data)} bytes of first tokens where {sum(sizes)} are expected")
+    for side, size in zip(sides, sizes, strict=True):
         like = side.tails[0].tokens
         shape = like.shape[0], side.sink_tokens, like.shape[2]
-        size = shape[0] * shape[1] * shape[2] * like.itemsize
         tokens = data[:size].clone().view(like.dtype).view(shape)
         side.sinks.keep(slot, tokens.to(like.device))
         data = data[size:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ class Resident:
 
     def __init__(self, pool: SlotPool, layer: Layer) -> None:
         self._pool = pool
-        self._layer = layer
+        self._owner = weakref.ref(layer)  # a cycle would keep the memory of a cache that is gone
         self._arena: Arena | None = None
         self._read: dict[int, tuple[Any, Any, dict[Piece, Span]]] = {}  # by row
 
@@ -57,6 +58,12 @@ class Resident:
         twin = Resident(self._pool, layer)
         twin._arena = self._arena
         return twin
+
+    @property
+    def _layer(self) -> Layer:
+        layer = self._owner()
+        assert layer is not None
+        return layer
 
     def _spans(self, index: int, row: RowCall) -> dict[Piece, Span]:
         history, stamp, made = self._read.get(index, (None, None, {}))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CacheStateError, StoreError, UnsupportedError
+from ..errors import CacheStateError, StoreError, UnsupportedError, shown
 from ..store.tiered import TieredStore
 from .offload import Offloaded
 from .tail import Tail
@@ -18,9 +18,11 @@ _AT_ONCE = 64  # payloads, at most
 
 
 def store_of(store: TieredStore | None, what: str) -> TieredStore:
-    """The store of a cache. Raises `CacheStateError` where it has none."""
+    """The store of a cache. Raises `CacheStateError` where it has none, `StoreError` for anything else."""
     if store is None:
         raise CacheStateError(f"{what} needs a store: build the cache with for_model(model, policy, store=…)")
+    if not isinstance(store, TieredStore):
+        raise StoreError(f"store: {shown(store)}; allowed: a TieredStore")
     return store
 
 

@@ -11,14 +11,12 @@ its generation, a random number. Tensors are in safetensors' format. Nothing is 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import secrets
-import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
@@ -29,6 +27,21 @@ from ..errors import KVQuantError, StoreError, UnsupportedError, shown
 from ..policy import PrecisionPolicy
 from ..store.base import BlockStore
 from ..store.tiered import TieredStore
+from .manifests import (
+    GENERATION,
+    PARTS,
+    ROWS,
+    STATE,
+    VERSION,
+    forget,
+    generation_in,
+    key_of,
+    keys_from,
+    manifest_of,
+    orphans,
+    part_of,
+    saving,
+)
 from .restore import blocks_of, device_of, put_blocks, resume, store_of
 from .rows import Row
 from .shared import Exact
@@ -36,27 +49,20 @@ from .shared import Exact
 if TYPE_CHECKING:
     from .hf import KVQuantCache
 
-VERSION = 1
-MAX_NAME = 200
-MANIFEST, PARTS = b"session/", b"s/"  # what keys begin with
-_TOLD = {"name": str, "tenant": str, "saved": str, "tokens": list, "blocks": int, "parts": int}
-_GENERATION = 16  # bytes
-_PLACE = struct.Struct("<HI")  # behind it: of a layer, and of a block
-_STATE = 0xFFFFFFFF  # in the place of a block's number: what a layer holds beside blocks
-_ROWS = 0xFFFF  # in the place of a layer's
-
 
 def save(cache: KVQuantCache, name: str) -> None:
     """See `KVQuantCache.save`."""
     store = store_of(cache.store, "save()")
-    key = _key(name, cache.tenant)
+    key = key_of(name, cache.tenant)
     if not store.keeps:
         raise StoreError("save() needs a store with a disk: give it disk_budget and disk_path")
     cache.settle()
     old = None
     with contextlib.suppress(StoreError):  # there is none, or it is damaged
-        old = _manifest(store, key)
-    generation = secrets.token_bytes(_GENERATION)
+        old = manifest_of(store, key)
+    generation = secrets.token_bytes(GENERATION)
+    saving.add(generation)
+    store.delete(orphans(store))  # of saves that did not end: no other process writes here
     slots = list(dict.fromkeys(slot for row in cache.rows.rows for slot in row.slots))
     numbers = {slot: number for number, slot in enumerate(slots)}
     try:
@@ -71,7 +77,7 @@ def save(cache: KVQuantCache, name: str) -> None:
             }
             for row in cache.rows.rows
         ]
-        _keep(store, _part(generation, _ROWS, _STATE), _row_tensors(cache.rows.rows))
+        _keep(store, part_of(generation, ROWS, STATE), _row_tensors(cache.rows.rows))
         manifest = {
             "version": VERSION,
             "name": name,
@@ -89,35 +95,36 @@ def save(cache: KVQuantCache, name: str) -> None:
             "plain": _save_plain_layers(cache, store, generation),
             "parts": 0,
         }
-        manifest["parts"] = len(_keys(store, PARTS + generation))
+        manifest["parts"] = len(keys_from(store, PARTS + generation))
         store.flush()  # what a manifest names is on disk before it is
-        store.keep([key], torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)[None])
-        store.flush()
     except BaseException:
         forget(store, generation)
         raise
+    finally:
+        saving.discard(generation)
+    # What goes wrong from here on leaves both: which of them the manifest names is not known.
+    store.keep([key], torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)[None])
+    store.flush()
     if old is not None:
-        forget(store, _generation(old))
+        forget(store, generation_in(old))
 
 
 def load(
     cls: type[KVQuantCache], model: Any, name: str, store: TieredStore, tenant: str, adapter: str
 ) -> KVQuantCache:
     """See `KVQuantCache.load`."""
-    manifest = _manifest(store, _key(name, tenant))
+    store = store_of(store, "load()")
+    manifest = manifest_of(store, key_of(name, tenant))
     cache = cls.for_model(
         model, PrecisionPolicy.from_yaml(manifest["policy"]), store=store, tenant=tenant, adapter=adapter
     )
     told, now = manifest["identity"], asdict(cache.identity())
     for field in reversed(now):  # what is asked for before what follows from it
         if now[field] != told.get(field):
-            raise StoreError(
-                f"session {shown(name)} was saved with another {field}: {shown(told.get(field))}, "
-                f"now {shown(now[field])}"
-            )
-    generation = _generation(manifest)
+            raise StoreError(f"session {shown(name)} was saved with {_other(field, told.get(field), now[field])}")
+    generation = generation_in(manifest)
     try:
-        slots = _resume_rows(cache, manifest, _tensors(store, _part(generation, _ROWS, _STATE)))
+        slots = _resume_rows(cache, manifest, _tensors(store, part_of(generation, ROWS, STATE)))
         for index, stored in manifest["plain"].items():
             _resume_plain_layer(cache, int(index), stored, store, generation)
         for layer in cache.compressed():
@@ -129,132 +136,14 @@ def load(
     return cache
 
 
-class Found(NamedTuple):
-    """A manifest, under its key: what it tells of a session, or why that can't be loaded.
-
-    ``generation`` is what its parts' keys begin with after `PARTS`, as far as the manifest can be understood;
-    ``foreign`` is one of another release, which may know better.
-    """
-
-    key: bytes
-    told: dict[str, Any] | None
-    generation: bytes | None
-    why: str = ""
-    foreign: bool = False
-
-
-def found(store: BlockStore) -> list[Found]:
-    """All manifests of a store."""
-    result = []
-    for key in _keys(store, MANIFEST):
-        stored = store.get(key)
-        if stored is None:
-            result.append(Found(key, None, None, "its manifest is damaged"))
-            continue
-        generation = manifest = None
-        try:
-            manifest = _parsed(stored)
-            generation = _generation(manifest)
-            _check(manifest)
-            result.append(Found(key, {name: manifest[name] for name in _TOLD}, generation))
-        except StoreError as error:
-            foreign = manifest is not None and manifest["version"] != VERSION
-            result.append(Found(key, None, generation, str(error), foreign))
-    return result
-
-
-def sessions(store: BlockStore) -> list[dict[str, Any]]:
-    """The manifests of all sessions in a store that can be read, without what only a resume needs."""
-    return [manifest.told for manifest in found(store) if manifest.told is not None]
-
-
-def orphans(store: BlockStore) -> list[bytes]:
-    """Keys of sessions' parts that no manifest names: what saves left that did not end."""
-    return orphans_of(found(store), _keys(store, PARTS))
-
-
-def orphans_of(manifests: Sequence[Found], parts: Iterable[bytes]) -> list[bytes]:
-    """Those of ``parts`` that none of ``manifests`` names."""
-    alive = {manifest.generation for manifest in manifests}
-    return [key for key in parts if generation_of(key) not in alive]
-
-
-def generation_of(part: bytes) -> bytes:
-    """What keys of parts of one session have in common."""
-    return part[len(PARTS) : len(PARTS) + _GENERATION]
-
-
-def part_in_words(key: bytes) -> str:
-    """Which part of a session has a key."""
-    try:
-        layer, number = _PLACE.unpack(key[len(PARTS) + _GENERATION :])
-    except struct.error:
-        return "an unknown part"
-    if layer == _ROWS:
-        return "rows"
-    return f"state of layer {layer}" if number == _STATE else f"block {number} of layer {layer}"
-
-
-def delete(store: BlockStore, name: str, tenant: str = "") -> None:
-    """Forget a session. Raises `StoreError` where there is none."""
-    key = _key(name, tenant)
-    manifest = _manifest(store, key)
-    store.delete([key])
-    forget(store, _generation(manifest))
-
-
-def forget(store: BlockStore, generation: bytes) -> None:
-    """Delete the parts of a session."""
-    store.delete(_keys(store, PARTS + generation))
-
-
-def _keys(store: BlockStore, start: bytes) -> list[bytes]:
-    known = store.keys()
-    return [key for key in known if isinstance(key, bytes) and key.startswith(start)]
-
-
-def _generation(manifest: Mapping[str, Any]) -> bytes:
-    return bytes.fromhex(manifest["generation"])
-
-
-def _key(name: str, tenant: str) -> bytes:
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-        raise StoreError(f"session name {shown(name)}; allowed: 1 to {MAX_NAME} printable characters")
-    return MANIFEST + hashlib.blake2b(json.dumps([tenant, name]).encode(), digest_size=32).digest()
-
-
-def _part(generation: bytes, layer: int, number: int) -> bytes:
-    return PARTS + generation + _PLACE.pack(layer, number)
-
-
-def _manifest(store: BlockStore, key: bytes) -> dict[str, Any]:
-    stored = store.get(key)
-    if stored is None:
-        raise StoreError("no such session in this store, or it is damaged; kvquant store ls PATH lists them")
-    manifest = _parsed(stored)
-    _check(manifest)
-    return manifest
-
-
-def _parsed(stored: Tensor) -> dict[str, Any]:
-    """A manifest of any version, with a version and a generation. Raises `StoreError`."""
-    try:
-        manifest = dict(json.loads(bytes(stored.numpy())))
-        if "version" not in manifest or len(_generation(manifest)) != _GENERATION:
-            raise ValueError("no version, or no generation")  # a shorter one would name the parts of others too
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StoreError(f"a session's manifest is damaged: {error}") from error
-    return manifest
-
-
-def _check(manifest: Mapping[str, Any]) -> None:
-    if manifest["version"] != VERSION:
-        raise StoreError(f"a session of version {shown(manifest['version'])}; this release reads {VERSION}")
-    odd = [name for name, kind in _TOLD.items() if not isinstance(manifest.get(name), kind)]
-    if not odd and any(not isinstance(tokens, int) for tokens in manifest["tokens"]):
-        odd = ["tokens"]
-    if odd:
-        raise StoreError(f"a session's manifest is damaged: {odd[0]}: {shown(manifest.get(odd[0]))}")
+def _other(field: str, then: object, now: str) -> str:
+    """What was another, of settings each by its name."""
+    if field == "settings" and isinstance(then, str):
+        with contextlib.suppress(ValueError):
+            before, after = json.loads(then), json.loads(now)
+            differ = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+            return "; ".join(_other(name, before.get(name), after.get(name)) for name in differ[:3])
+    return f"another {field}: {shown(then)}, now {shown(now)}"
 
 
 def _keep(store: TieredStore, key: bytes, tensors: Mapping[str, Tensor]) -> None:
@@ -283,11 +172,11 @@ def _save_blocks(cache: KVQuantCache, store: TieredStore, generation: bytes, slo
             tensors |= {f"{which}.sinks.{n}": side.sinks[slot] for n, slot in enumerate(slots) if slot in side.sinks}
         for number, slot in enumerate(slots) if layer.columns else ():
             payload, tag = blocks.stored(slot)
-            store.keep([_part(generation, layer.index, number)], payload[None], tag)
+            store.keep([part_of(generation, layer.index, number)], payload[None], tag)
             if (waiting := blocks.shared.waiting.get(slot)) is not None:
                 tensors[f"positions.{number}"] = waiting.positions.cpu()
                 exact[str(number)] = waiting.sinks
-        _keep(store, _part(generation, layer.index, _STATE), tensors)
+        _keep(store, part_of(generation, layer.index, STATE), tensors)
     return exact
 
 
@@ -333,7 +222,7 @@ def _resume_layer(
     slots: list[int],
 ) -> None:
     device = device_of(cache.decoder, layer.index)
-    tensors = {name: x.to(device) for name, x in _tensors(store, _part(generation, layer.index, _STATE)).items()}
+    tensors = {name: x.to(device) for name, x in _tensors(store, part_of(generation, layer.index, STATE)).items()}
     tails = [
         [tensors[f"{which}.tail.{row}"] for row in range(len(manifest["rows"])) if f"{which}.tail.{row}" in tensors]
         for which in ("key", "value")
@@ -350,7 +239,7 @@ def _resume_layer(
         blocks.shared.waiting[slots[int(number)]] = Exact(tensors[f"positions.{number}"].cpu(), tuple(sinks))
     stored = []
     for number in range(len(slots)):
-        key = _part(generation, layer.index, number)
+        key = part_of(generation, layer.index, number)
         payload, tag = store.get(key), store.tag(key)
         if payload is None or tag is None:
             raise StoreError(f"block {number} of layer {layer.index} is lost: save the session again")
@@ -373,7 +262,7 @@ def _save_plain_layers(cache: KVQuantCache, store: TieredStore, generation: byte
         }
         if odd := [name for name, value in plain.items() if not isinstance(value, bool | int | float | str | None)]:
             raise UnsupportedError(f"layer {index} can't be saved: {type(layer).__name__}.{odd[0]} is no tensor")
-        _keep(store, _part(generation, index, _STATE), tensors)
+        _keep(store, part_of(generation, index, STATE), tensors)
         saved[str(index)] = plain
     return saved
 
@@ -385,7 +274,7 @@ def _resume_plain_layer(
     for name, value in plain.items():
         if name in vars(layer):
             setattr(layer, name, value)
-    for name, tensor in _tensors(store, _part(generation, index, _STATE)).items():
+    for name, tensor in _tensors(store, part_of(generation, index, STATE)).items():
         setattr(layer, name, tensor.to(device))
     if isinstance(getattr(layer, "keys", None), Tensor):
         layer.dtype, layer.device = layer.keys.dtype, layer.keys.device

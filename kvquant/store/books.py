@@ -129,13 +129,16 @@ class Books:
             if not shelf.entries and self._shelves.get(name) is shelf and not self.live(shelf):
                 del self._shelves[name]
         self.unread = kept
-        self.part(False)
+        self.part(None)
 
-    def part(self, now: bool) -> None:
-        """Take what came to the device off the host: ``now``, or once nothing of its shelf is read."""
+    def part(self, mine: Shelf | None) -> None:
+        """Take what came to the device off the host, once nothing of its shelf is read by others than who asks.
+
+        ``mine``: the shelf of which only who asks reads.
+        """
         kept = []
         for shelf, entry in self._doubled:
-            if not now and any(shelf.readers):
+            if shelf is not mine and any(shelf.readers):
                 kept.append((shelf, entry))
             elif all(place is not None for place in entry.places):
                 self.vacate(shelf, entry, HOST)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import StoreError, shown
 from .allocator import Allocator
 from .base import ALIGNMENT
 
@@ -112,3 +113,15 @@ class Pool:
         """``count`` payloads that lie side by side from ``place`` on, uint8 ``[count, nbytes]``."""
         size = self.ranges.size(nbytes)
         return self.buffer[place : place + count * size].view(count, size)[:, :nbytes]
+
+
+def device_of(given: str | torch.device | None) -> torch.device:
+    """The device of a store. Raises `StoreError` for what this machine does not have."""
+    there = torch.cuda.is_available()
+    try:
+        device = torch.device(given if given is not None else "cuda" if there else "cpu")
+    except (RuntimeError, TypeError) as error:
+        raise StoreError(f"device: {shown(given)}; allowed: cpu or cuda") from error
+    if device.type != "cpu" and not (device.type == "cuda" and there):
+        raise StoreError(f"device: {device}; allowed here: cpu{', cuda' if there else ''}")
+    return device

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
@@ -94,7 +95,8 @@ class Placement(Books):
             self.settle(shelf, entry, which, place)
             if which == DEVICE and entry.places[HOST] is not None:
                 self._doubled.append((shelf, entry))
-        self.part(shelf.readers[HOST] <= 1 and shelf.readers[DEVICE] <= 1)  # by whoever brings it
+        alone = shelf.readers[HOST] <= 1 and shelf.readers[DEVICE] <= 1  # who brings it reads it
+        self.part(shelf if alone else None)
 
     def _places(
         self, which: int, keys: Sequence[Key], nbytes: int, anew: bool = False, spare: bool = False
@@ -231,7 +233,8 @@ class Placement(Books):
         for _, entry in victims:
             entry.pins += 1  # copies of them, which may lie below already, are not to make room for the others
         try:
-            dropped = self._copy_down(which, victims, spare)
+            with ExitStack() as staying:
+                dropped = self._copy_down(which, victims, spare, staying)
         finally:
             for _, entry in victims:
                 entry.pins -= 1
@@ -248,8 +251,15 @@ class Placement(Books):
             self.evictions[f"{NAMES[which]}→{to}"] += 1
         return True
 
-    def _copy_down(self, which: int, victims: Sequence[tuple[Shelf, Entry]], spare: bool) -> set[Key] | None:
-        """Have what leaves lie below; those of whom there is no copy then, or None if one must have one."""
+    def _copy_down(
+        self, which: int, victims: Sequence[tuple[Shelf, Entry]], spare: bool, staying: ExitStack
+    ) -> set[Key] | None:
+        """Have what leaves lie below; those of whom there is no copy then, or None if one must have one.
+
+        Copies on disk do not make room for one another until ``staying`` is left.
+        """
+        if self.disk is not None:
+            staying.enter_context(self.disk.pin([entry.key for _, entry in victims if entry.disk]))
         only = [(shelf, entry) for shelf, entry in victims if not entry.disk and entry.places[1 - which] is None]
         lower: list[tuple[Shelf, Entry]] = []
         dropped = set()
@@ -262,6 +272,8 @@ class Placement(Books):
                         self.vacate(shelf, entry, HOST)
                     return None
                 dropped |= {entry.key for _, entry in group}
+            elif self.disk is not None:
+                staying.enter_context(self.disk.pin([entry.key for _, entry in group]))
         return dropped
 
     def _copy_to_host(self, group: Sequence[tuple[Shelf, Entry]]) -> bool:

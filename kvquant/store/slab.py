@@ -73,19 +73,25 @@ class Slab:
         """Have it reach to ``end``. Raises `StoreFullError` where the device has no room for that."""
         if end <= self.size:
             return
-        target = min(max(end, self.size + STEP), self.capacity)
-        try:
+        for target in (min(max(end, self.size + STEP), self.capacity), end):
             try:
-                self._files.allocate(self._file, self.size, target - self.size)
-            except (OSError, AttributeError) as error:  # not every system has the call, nor every file system
-                if isinstance(error, OSError) and error.errno not in _UNSUPPORTED:
-                    raise
-                self._files.truncate(self._file, target)
-        except OSError as error:
-            with contextlib.suppress(OSError):  # what was set aside of it
-                self._files.truncate(self._file, self.size)
-            raise self._refused("grow", error) from error
-        self.size = target
+                self._set_aside(target)
+            except OSError as error:
+                with contextlib.suppress(OSError):  # what was set aside of it
+                    self._files.truncate(self._file, self.size)
+                if target == end or error.errno not in _FULL:
+                    raise self._refused("grow", error) from error
+            else:
+                self.size = target
+                return
+
+    def _set_aside(self, target: int) -> None:
+        try:
+            self._files.allocate(self._file, self.size, target - self.size)
+        except (OSError, AttributeError) as error:  # not every system has the call, nor every file system
+            if isinstance(error, OSError) and error.errno not in _UNSUPPORTED:
+                raise
+            self._files.truncate(self._file, target)
 
     def shrink(self, end: int) -> None:
         """Cut it off at ``end``, if it is longer."""

@@ -262,6 +262,7 @@ class Stream:
                 ahead.load.wait()
         ahead.plan.shelf.readers[HOST] -= 1
         self.store.ring.give_back(ahead.load.buffer)
+        self.store.placement.sweep()
 
     def _make_room_in_buffers(self, nbytes: int) -> None:
         """Have staging buffers that hold a payload of ``nbytes``."""

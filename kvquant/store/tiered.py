@@ -12,6 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -24,13 +25,13 @@ from .audit import audit
 from .base import ALIGNMENT, Key, StoreStats, TierStats, as_payload, key_bytes
 from .books import Level
 from .disk import DiskStore
-from .memory import Pool
+from .memory import Pool, device_of
 from .placement import NAMES, Chill, Placement, Shrink
 from .reserved import Reserved
 from .residency import DEVICE, HOST, Entry, Shelf, get_residency
 from .sizes import parse_bytes
 from .stream import Stream
-from .transfer import Buffer, Lane, Ring, Worker
+from .transfer import Buffer, Lane, Ring, Task, Worker
 
 BUFFERS = 8  # for staging
 _PATIENCE = 60.0  # seconds to wait for a staging buffer that another thread reads
@@ -58,8 +59,7 @@ class TieredStore:
         residency: str = "next-use",
         staging: int | str = "16MiB",
     ) -> None:
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(default if device is None else device)
+        self.device = device_of(device)
         given = {"device_budget": device_budget, "host_budget": host_budget, "disk_budget": disk_budget}
         budgets = {name: parse_bytes(name, value) for name, value in given.items()}
         for name, budget in budgets.items():
@@ -140,6 +140,7 @@ class TieredStore:
             raise StoreError(f"nbytes {shown(nbytes)}, tag {shown(tag)}; allowed: from 1 on, and 0 to 255")
         with self.lock:
             self.check_open()
+            self.placement.sweep()
             for which in (DEVICE,) if spare else (DEVICE, HOST)[first:]:
                 places = self.placement.room(which, keys, nbytes, spare)
                 if places is not None:
@@ -166,6 +167,11 @@ class TieredStore:
         with self._reserve([key], len(payload), tag, HOST) as room:
             room.payloads[0].copy_(payload)
             room.commit()
+
+    @property
+    def has_below(self) -> bool:
+        """Whether there is a tier beside the device."""
+        return self.keeps or self.placement.levels[HOST] is not None
 
     @property
     def keeps(self) -> bool:
@@ -198,6 +204,12 @@ class TieredStore:
                         return level.pool.view(place, 1, entry.nbytes)[0].to("cpu", copy=True)
             return self._from_disk(shelf, entry)
 
+    def get_tagged(self, key: Key) -> tuple[Tensor, int] | None:
+        """A copy of the payload and the tag it has, or None; pinned meanwhile, so that neither becomes another."""
+        with self.pin([key]):
+            payload, tag = self.get(key), self.tag(key)
+        return None if payload is None or tag is None else (payload, tag)
+
     def tag(self, key: Key) -> int | None:
         """See `BlockStore.tag`."""
         with self.lock:
@@ -207,7 +219,7 @@ class TieredStore:
     def prefetch(self, keys: Sequence[Key]) -> None:
         """See `BlockStore.prefetch`: what is on disk only is read into the host's memory meanwhile."""
         with self.lock:
-            self.worker.add([_Fetch(self, key) for key in keys if self._find(key) is not None])
+            self.worker.add([Task(partial(self._fetch, key)) for key in keys if self._find(key) is not None])
 
     @contextmanager
     def pin(self, keys: Iterable[Key]) -> Iterator[list[Key]]:
@@ -244,6 +256,9 @@ class TieredStore:
         """Forget blocks of several layers, whether they are there or not."""
         with self.lock:
             if not self.closed:
+                for stream in self.streams:
+                    while stream.sequence == sequence and stream.drop_last():
+                        pass  # what it fetches ahead would keep their room
                 for layer in layers:
                     for block in blocks:
                         self.placement.remove(BlockKey(sequence, layer, block))
@@ -326,6 +341,15 @@ class TieredStore:
             if not any(each.drop_last() for each in (stream, *self.streams)) and not self.changed.wait(_PATIENCE):
                 raise StoreError(f"all {BUFFERS} staging buffers have been read for {_PATIENCE:.0f} s")
 
+    def _fetch(self, key: Key) -> None:
+        """Read a payload if it is on disk only."""
+        with self.lock:
+            entry = self.placement.find(key)
+            wanted = entry is not None and all(place is None for place in entry.places) and not self.closed
+        if wanted:
+            with suppress(StoreError):  # it was closed meanwhile
+                self.get(key)
+
     def _from_disk(self, shelf: Shelf, entry: Entry) -> Tensor | None:
         """Read what is pinned, and keep it in the host's memory too if others leave for it."""
         disk = self.placement.disk
@@ -367,23 +391,3 @@ class TieredStore:
             raise StoreError("the store is closed")
         while self._retired:
             self._retired.popleft().close()
-
-
-class _Fetch:
-    """What `prefetch` has the worker do."""
-
-    def __init__(self, store: TieredStore, key: Key) -> None:
-        self._store, self._key = store, key
-
-    def claim(self) -> bool:
-        """Nobody else would run it."""
-        return True
-
-    def run(self) -> None:
-        """Read a payload if it is on disk only."""
-        with self._store.lock:
-            entry = self._store.placement.find(self._key)
-            wanted = entry is not None and all(place is None for place in entry.places) and not self._store.closed
-        if wanted:
-            with suppress(StoreError):  # it was closed meanwhile
-                self._store.get(self._key)

@@ -53,6 +53,17 @@ class Job(Protocol):
         """Do it; nothing is raised."""
 
 
+class Task:
+    """What is run by nobody else; the call must not raise."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.run = call
+
+    def claim(self) -> bool:
+        """See `Job`."""
+        return True
+
+
 class Load:
     """Fills a buffer, whose bytes on the host both calls are given: ``fill`` in exactly one thread, ahead if it may.
 

@@ -16,7 +16,7 @@ import torch
 
 import kvquant
 from kvquant import KVQuantCache, StoreError, TieredStore
-from kvquant.cache import sessions
+from kvquant.cache import manifests
 from kvquant.cache.prefix import PREFIX, block_of
 from kvquant.store.disk import DiskStore
 from kvquant.store.files import writer
@@ -86,10 +86,10 @@ def flip(folder: Path, wanted: Callable[[bytes], bool]) -> bytes:
 
 def part_of(folder: Path, name: str, which: str) -> Callable[[bytes], bool]:
     with DiskStore(folder, 1 << 40, read_only=True) as store:
-        (generation,) = [each.generation for each in sessions.found(store) if each.told and each.told["name"] == name]
+        (generation,) = [each.generation for each in manifests.found(store) if each.told and each.told["name"] == name]
     assert generation is not None
-    start = sessions.PARTS + generation
-    return lambda key: key.startswith(start) and sessions.part_in_words(key) == which
+    start = manifests.PARTS + generation
+    return lambda key: key.startswith(start) and manifests.part_in_words(key) == which
 
 
 def drop(folder: Path, wanted: Callable[[bytes], bool]) -> None:
@@ -220,7 +220,7 @@ def test_a_flipped_byte_elsewhere(
 
 
 def test_a_flipped_byte_of_a_manifest_costs_its_session(folder: Path, asked: Asked) -> None:
-    flip(folder, lambda key: key.startswith(sessions.MANIFEST))
+    flip(folder, lambda key: key.startswith(manifests.MANIFEST))
     code, document = asked("ls", folder)
     assert code == 0
     assert len(document["rows"]) == 1
@@ -235,9 +235,9 @@ def test_a_flipped_byte_of_a_manifest_costs_its_session(folder: Path, asked: Ask
 
 def test_orphans_are_collected(folder: Path, capsys: Capture, asked: Asked) -> None:
     with DiskStore(folder, 1 << 40) as store:
-        (key,) = [each.key for each in sessions.found(store) if each.told and each.told["name"] == "chat"]
+        (key,) = [each.key for each in manifests.found(store) if each.told and each.told["name"] == "chat"]
         store.delete([key])
-        lost = len(sessions.orphans(store))
+        lost = len(manifests.orphans(store))
     code, document = asked("verify", folder)
     (row,) = document["rows"]
     assert (code, row["problem"], row["payloads"]) == (1, "orphaned", lost)
@@ -247,8 +247,8 @@ def test_orphans_are_collected(folder: Path, capsys: Capture, asked: Asked) -> N
     assert code == 0
     assert document["freed_room_bytes"] >= row["bytes"]
     with DiskStore(folder, 1 << 40) as store:
-        assert sessions.orphans(store) == []
-        assert [told["name"] for told in sessions.sessions(store)] == ["x[red]y"]
+        assert manifests.orphans(store) == []
+        assert [told["name"] for told in manifests.sessions(store)] == ["x[red]y"]
 
 
 def test_whole_layers_that_are_gone_are_missed(folder: Path, asked: Asked) -> None:
@@ -289,7 +289,7 @@ def test_damage_beside_a_writer_is_looked_at_again(folder: Path, held: int, caps
 
 def test_a_save_under_way_is_no_damage(folder: Path) -> None:
     with DiskStore(folder, 1 << 40) as store:
-        store.put(sessions.PARTS + bytes(16) + bytes(6), torch.ones(64, dtype=torch.uint8))
+        store.put(manifests.PARTS + bytes(16) + bytes(6), torch.ones(64, dtype=torch.uint8))
         store.flush()
         assert run(["store", "verify", str(folder)]) == 0
     assert run(["store", "verify", str(folder)]) == 1
@@ -324,7 +324,7 @@ def manifest(**changes: object) -> bytes:
 def test_manifests_of_nonsense(folder: Path, capsys: Capture, asked: Asked, text: bytes) -> None:
     with DiskStore(folder, 1 << 40) as store:
         payload = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)
-        store.write([sessions.MANIFEST + b"strange"], payload[None], kept=True)
+        store.write([manifests.MANIFEST + b"strange"], payload[None], kept=True)
     for command in COMMANDS:
         assert run(["store", command, str(folder)]) == (command in ("verify", "gc"))
         assert "\x1b" not in "".join(capsys.readouterr())
@@ -340,7 +340,7 @@ def test_names_do_not_command_the_terminal(folder: Path, capsys: Capture, asked:
     name = "a\x1b[31m\nb\x9b\ud800[red]\u202e"
     text = manifest(name=name, tenant=name, saved=name, parts=10**12, blocks=10**30, tokens=[10**30] * 99)
     with DiskStore(folder, 1 << 40) as store:
-        store.put(sessions.MANIFEST + b"strange", torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        store.put(manifests.MANIFEST + b"strange", torch.frombuffer(bytearray(text), dtype=torch.uint8))
     for command in COMMANDS:
         run(["store", command, str(folder)])
         said = "".join(capsys.readouterr())
@@ -353,8 +353,8 @@ def test_names_do_not_command_the_terminal(folder: Path, capsys: Capture, asked:
 def test_sessions_of_another_release_are_left_alone(folder: Path, capsys: Capture, asked: Asked) -> None:
     with DiskStore(folder, 1 << 40) as store:
         text = manifest(version=2, parts=None)
-        store.put(sessions.MANIFEST + b"newer", torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        store.put(sessions.PARTS + b"\xab" * 16 + bytes(6), torch.ones(64, dtype=torch.uint8))
+        store.put(manifests.MANIFEST + b"newer", torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        store.put(manifests.PARTS + b"\xab" * 16 + bytes(6), torch.ones(64, dtype=torch.uint8))
         count = len(store)
     assert asked("verify", folder)[0] == 0
     assert asked("gc", folder, "--sessions")[0] == 0
@@ -374,7 +374,7 @@ def test_rows_that_name_no_payload(folder: Path, asked: Asked) -> None:
     assert (code, document["rows"]) == (0, [])
 
 
-@pytest.mark.parametrize("key", [b"y", sessions.MANIFEST + b"y"])
+@pytest.mark.parametrize("key", [b"y", manifests.MANIFEST + b"y"])
 def test_a_payload_larger_than_memory(folder: Path, capsys: Capture, key: bytes) -> None:
     os.truncate(folder / SLAB, 1 << 43)  # a hole
     index = Index(folder, read_only=False)
@@ -462,8 +462,8 @@ def test_help_has_examples(capsys: Capture) -> None:
 
 def test_sessions_are_listed_from_a_disk_store_as_well(folder: Path) -> None:
     with DiskStore(folder, 1 << 40) as store:
-        assert {told["name"] for told in sessions.sessions(store)} == {"chat", "x[red]y"}
-        sessions.delete(store, "chat", "a")
-        assert sessions.orphans(store) == []
+        assert {told["name"] for told in manifests.sessions(store)} == {"chat", "x[red]y"}
+        manifests.delete(store, "chat", "a")
+        assert manifests.orphans(store) == []
         with pytest.raises(StoreError, match="no such session"):
-            sessions.delete(store, "chat", "a")
+            manifests.delete(store, "chat", "a")

@@ -125,8 +125,9 @@ def test_whichever_write_fails_the_store_stays_sound(fast_path, call, code, kind
         with DiskStore(fast_path / f"{at}", 40_000, files=files) as store:
             refused = work(store)
             assert all(type(error) is kind and "\n" not in str(error) for error in refused)
-            assert bool(refused) == files.failed
-            assert sum(store.stats().faults.values()) >= files.failed
+            # A file that can't grow by a step may still grow by what is needed.
+            assert bool(refused) == (files.failed and (call == "pwritev" or stuck))
+            assert sum(store.stats().faults.values()) >= bool(refused)
             sound(store)
             files.calls = ()
             assert not work(store)

@@ -70,3 +70,25 @@ def test_what_a_store_did_is_told_in_words_and_to_prometheus(tmp_path):
     assert 'kvquant_store_used_bytes{tier="device"} 64' in lines
     assert "kvquant_store_misses_total 1" in lines
     assert any(line.startswith('kvquant_store_evictions_total{edge="device→host"} ') for line in lines)
+
+
+def test_copies_on_disk_do_not_make_room_for_one_another(tmp_path):
+    with TieredStore(None, 640, 64, tmp_path / "store") as store:
+        for name, nbytes in ((b"c", 64), (b"d", 64), (b"a", 640)):
+            store.put(name, torch.full((nbytes,), nbytes % 251, dtype=torch.uint8))
+            assert store.check() == []
+        store.flush()
+        assert all(store.get(key) is not None for key in store.keys())  # noqa: SIM118
+
+
+def test_what_was_deleted_while_it_was_fetched_makes_room(tmp_path):
+    model, ids = tiny(), prompt(480)
+    kvquant.enable(model)
+    policy = PrecisionPolicy.from_yaml(POLICY.format(when="seal"))
+    with TieredStore(20_000, 20_000, 60_000, tmp_path / "store", staging="64KiB") as store:
+        cache = KVQuantCache.for_model(model, policy, store=store)
+        for _ in range(4):
+            feed(model, cache, ids, 480)
+            feed(model, cache, ids[:, :3], 1, 1, 1)
+            cache.reset()
+            assert store.stats().used == 0
