@@ -219,8 +219,9 @@ def offload(
     contexts: _Contexts = "8K",
     policy: Annotated[str, typer.Option(help="A preset or a policy file.")] = "int4",
     device_share: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Of the compressed blocks, what the device has room for.")
-    ] = 0.25,
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Of the compressed blocks, what the device has room for. Default: 0.25"),
+    ] = None,
     device_budget: Annotated[
         str | None, typer.Option(metavar="BYTES", help="The same in bytes, e.g. 8M, for all contexts.")
     ] = None,
@@ -236,8 +237,12 @@ def offload(
     json: _Json = False,
 ) -> int:
     """See `_OFFLOAD_HELP`."""
+    from ..errors import InputError
     from .offload import OffloadOptions, run_offload
 
+    if device_share is not None and device_budget is not None:
+        raise InputError(f"--device-share {device_share}, --device-budget {device_budget}; allowed: one of them")
+    device_share = 0.25 if device_share is None else device_share
     options = OffloadOptions(
         model, policy, contexts, device_share, device_budget, disk_share, path, dtype.value, steps, repeats
     )
