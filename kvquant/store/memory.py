@@ -17,7 +17,8 @@ class Pool:
 
     def __init__(self, budget: int, device: torch.device) -> None:
         self.ranges = Allocator(budget, ALIGNMENT)
-        self.buffer = torch.empty(self.ranges.capacity, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # what is made in it can't be written outside of it
+            self.buffer = torch.empty(self.ranges.capacity, dtype=torch.uint8, device=device)
 
     def allocate(self, count: int, nbytes: int, at: int | None = None) -> list[int] | None:
         """Places of ``count`` payloads, side by side as far as may be, from ``at`` on if that is free; or None."""

@@ -105,8 +105,17 @@ class Slab:
         Raises `StoreFullError` or `StoreError`.
         """
         rows = Rows(payloads)
-        for row, entry in enumerate(entries):
-            entry.checksum = digest(rows.views[row], entry.seed)
+        if len(entries) * rows.nbytes < _SPLIT:
+            _seal(entries, rows)
+            self._write(entries, rows)
+            return
+        sealed = self._helper.submit(_seal, entries, rows)
+        try:
+            self._write(entries, rows)
+        finally:
+            sealed.result()
+
+    def _write(self, entries: Sequence[Entry], rows: Rows) -> None:
         for run in _runs([(entry.at, row, entry) for row, entry in enumerate(entries)]):
             buffers, total = rows.buffers(run, bytes(ALIGNMENT))
             try:
@@ -228,6 +237,12 @@ class Rows:
         if self._flat is not None and [row for _, row, _ in run] == list(range(first, first + count)):
             return [self._flat[first * self.nbytes : (first + count) * self.nbytes]], total
         return views, total
+
+
+def _seal(entries: Sequence[Entry], rows: Rows) -> None:
+    """Note the checksums of payloads."""
+    for view, entry in zip(rows.views, entries, strict=True):
+        entry.checksum = digest(view, entry.seed)
 
 
 def _runs(places: Run) -> Iterator[Run]:

@@ -123,11 +123,12 @@ class Lane:
 
     def buffer(self, nbytes: int) -> Buffer:
         """A staging buffer."""
-        if self._stream is None:
-            host = _aligned(nbytes)
-            return Buffer(host, host)
-        device = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return Buffer(device, _aligned(nbytes, pin_memory=True))
+        with torch.inference_mode(False):  # what is made in it can't be written outside of it
+            if self._stream is None:
+                host = _aligned(nbytes)
+                return Buffer(host, host)
+            device = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            return Buffer(device, _aligned(nbytes, pin_memory=True))
 
     def send(self, buffer: Buffer) -> None:
         """Start what brings a filled buffer to the device, once its last reader is done."""

@@ -92,3 +92,21 @@ def test_what_was_deleted_while_it_was_fetched_makes_room(tmp_path):
             feed(model, cache, ids[:, :3], 1, 1, 1)
             cache.reset()
             assert store.stats().used == 0
+
+
+def test_stores_serve_inside_and_outside_of_inference_mode():
+    model, ids = tiny(), prompt(200)
+    kvquant.enable(model)
+    policy = PrecisionPolicy.from_yaml(POLICY.format(when="seal"))
+    with torch.inference_mode():
+        store = TieredStore("8KiB", "1MiB", device="cpu", staging="16KiB")
+        cache = KVQuantCache.for_model(model, policy, store=store)
+        model(ids[:, :150], cache=cache)
+        model(ids[:, 150:170], cache=cache)
+    with torch.no_grad():
+        found = model(ids[:, 170:190], cache=cache).logits
+    with torch.inference_mode():
+        model(ids[:, 190:], cache=cache)
+    expected = feed(model, KVQuantCache.for_model(model, policy), ids[:, :190], 150, 20, 20)[:, -20:]
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    store.close()
