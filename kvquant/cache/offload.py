@@ -334,8 +334,8 @@ def offload_to(store: TieredStore, pool: SlotPool, resolved: ResolvedPolicy, con
     policy = resolved.policy
     if (shape := kv_shape(config)) is not None:
         heads, dim, dtype = shape
-        for _, codecs in layers:
-            key, value = (codec.layout(heads, policy.block_tokens, dim, dtype) for codec in (codecs.key, codecs.value))
+        for codecs in dict.fromkeys((codecs.key, codecs.value) for _, codecs in layers):
+            key, value = (codec.layout(heads, policy.block_tokens, dim, dtype) for codec in codecs)
             store.must_hold(Record.of(key, value).nbytes)
     indexes = tuple(index for index, _ in layers)
     return Offload(Shared(store, pool, indexes, policy.when == "evict", resolved.cold))

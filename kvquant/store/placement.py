@@ -289,11 +289,10 @@ class Placement(Books):
         self.moved["device→host"] += len(group) * nbytes
         return True
 
-    def _shrink(self, count: int, nbytes: int) -> bool:
-        """Shrink payloads on the device, those needed last first, until others have room; whether any was."""
+    def _shrink(self, count: int, nbytes: int) -> None:
+        """Shrink payloads on the device, those needed last first, until others have room."""
         level = self.levels[DEVICE]
         assert level is not None
-        shrunk = False
         shelves = [each for each in level.shelves if each.sequence in self.shrinkers and not each.readers[DEVICE]]
         for shelf in sorted(shelves, key=self._distance, reverse=True):
             dense = [
@@ -304,8 +303,7 @@ class Placement(Books):
             while dense and not level.pool.holds(count, nbytes):
                 some = max(1, self._group // dense[0].nbytes)
                 self._shrink_some(shelf, dense[:some])
-                shrunk, dense = True, dense[some:]
-        return shrunk
+                dense = dense[some:]
 
     def _shrink_some(self, shelf: Shelf, dense: Sequence[Entry]) -> None:
         level = self.levels[DEVICE]

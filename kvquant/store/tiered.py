@@ -78,6 +78,9 @@ class TieredStore:
             Level(name, Pool(budget, where)) if budget else None
             for name, budget, where in zip(NAMES, budgets.values(), (self.device, torch.device("cpu")), strict=False)
         ]
+        self._capacities = {level.name: level.pool.ranges.capacity for level in levels if level is not None}
+        if disk is not None:
+            self._capacities["disk"] = disk.budget
         self.residency = residency
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # a staging buffer is free
@@ -105,10 +108,10 @@ class TieredStore:
 
     def must_hold(self, nbytes: int) -> None:
         """Raises `StoreError` where a tier can't hold one payload of so many bytes."""
-        for tier in self._tiers():
-            if tier.budget < nbytes:
+        for name, budget in self._capacities.items():
+            if budget < nbytes:
                 raise StoreError(
-                    f"{tier.name}_budget: {tier.budget} bytes can't hold one block; the smallest that can is {nbytes}"
+                    f"{name}_budget: {budget} bytes can't hold one block; the smallest that can is {nbytes}"
                 )
 
     def placed(self, sequence: int, layer: int, which: int) -> Counter[int]:

@@ -1,33 +1,13 @@
-"""Payloads that tell whose they are, and a `Files` that goes wrong when it is told to."""
+"""Keys of both kinds, and a `Files` that fails at one call, with any of the system's errors."""
 
 from __future__ import annotations
 
 import errno
 import os
 
-import numpy as np
-import torch
-import xxhash
-from torch import Tensor
-
 from kvquant.blocks import BlockKey
-from kvquant.store.base import Key, key_bytes
+from kvquant.store.base import Key
 from kvquant.store.files import Buffers, Files
-
-
-def fill(key: Key, version: int, nbytes: int) -> Tensor:
-    """Bytes that only this version of this key has; its first eight, if there are as many, are the version."""
-    seed = xxhash.xxh3_64_intdigest(key_bytes(key), seed=version)
-    words = np.arange(1, nbytes // 8 + 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
-    words[0] = version
-    return torch.from_numpy(words.view(np.uint8)[:nbytes].copy())
-
-
-def version_of(key: Key, payload: Tensor) -> int:
-    """Which version a payload is; fails unless every byte of it is that version's."""
-    version = int.from_bytes(payload[:8].numpy().tobytes(), "little")
-    assert torch.equal(payload, fill(key, version, len(payload))), f"wrong bytes under {key!r}"
-    return version
 
 
 def key_of(number: int) -> Key:

@@ -14,8 +14,9 @@ import torch
 from kvquant.blocks import BlockKey
 from kvquant.errors import StoreError, StoreFullError
 from kvquant.store.disk import DiskStore
+from kvquant.testing import payload_of, version_of
 from tests.store import torture
-from tests.store.faulty import Faulty, fill, key_of, version_of
+from tests.store.faulty import Faulty, key_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -41,7 +42,7 @@ def test_eight_threads_never_see_wrong_bytes():
 
 def test_a_new_process_finds_what_was_put_and_a_second_writer_is_refused(disk, tmp_path):
     store = disk()
-    payloads = torch.stack([fill(b"key %d" % n, n, 5000) for n in range(10)])
+    payloads = torch.stack([payload_of(b"key %d" % n, n, 5000) for n in range(10)])
     store.write([b"key %d" % n for n in range(10)], payloads, tag=9)
     store.put(BlockKey(1, 2, 3), payloads[0])
     code = (
@@ -52,7 +53,7 @@ def test_a_new_process_finds_what_was_put_and_a_second_writer_is_refused(disk, t
     assert f"process {os.getpid()} writes to it" in python(code, tmp_path / "store").stdout
     store.close()
     code = (
-        "import sys; from kvquant.store.disk import DiskStore; from tests.store.faulty import version_of\n"
+        "import sys; from kvquant.store.disk import DiskStore; from kvquant.testing import version_of\n"
         "with DiskStore(sys.argv[1], 1 << 20) as store:\n"
         "    print([version_of(k, store.get(k)) for k in store.keys()], store.locate(b'key 3'), store.check())"
     )
@@ -71,7 +72,7 @@ def test_rows_follow_within_a_moment_without_another_put(disk, tmp_path):
 
 def test_a_forked_child_does_not_use_the_parents_store(disk):
     store = disk()
-    store.put(b"a", fill(b"a", 1, 100))
+    store.put(b"a", payload_of(b"a", 1, 100))
     child = os.fork()
     if not child:
         status = 1
@@ -92,12 +93,12 @@ def work(store: DiskStore) -> list[StoreError]:
         for number in range(turn, turn + 4):
             key = key_of(number)
             try:
-                store.put(key, fill(key, turn, 900 * turn), tag=turn)
+                store.put(key, payload_of(key, turn, 900 * turn), tag=turn)
             except StoreError as error:
                 refused.append(error)
         keys = [key_of(number) for number in range(turn, turn + 6, 2)]
         try:
-            store.write(keys, torch.stack([fill(key, turn, 1000) for key in keys]), tag=turn)
+            store.write(keys, torch.stack([payload_of(key, turn, 1000) for key in keys]), tag=turn)
         except StoreError as error:
             refused.append(error)
     return refused
@@ -152,7 +153,7 @@ def test_short_transfers_are_continued(disk):
     store = disk(files=files)
     assert not work(store)
     keys = [b"key %d" % n for n in range(3)]
-    payloads = torch.stack([fill(key, 1, 1001) for key in keys])  # with gaps between
+    payloads = torch.stack([payload_of(key, 1, 1001) for key in keys])  # with gaps between
     store.write(keys, payloads)
     assert files.count["pwritev"] > 5
     out = torch.zeros_like(payloads)
@@ -169,7 +170,7 @@ def test_faults_of_reads_are_misses_that_are_counted(disk):
         "short read": {"cut": True},
         "checksum": {"flip": True},
     }.items():
-        store.write(keys, torch.stack([fill(key, 1, 640) for key in keys]))
+        store.write(keys, torch.stack([payload_of(key, 1, 640) for key in keys]))
         vars(files).update(settings, seen=0)
         assert store.get(b"a") is None
         assert store.stats().faults[fault] == 1
@@ -178,7 +179,7 @@ def test_faults_of_reads_are_misses_that_are_counted(disk):
         assert version_of(b"b", store.get(b"b")) == 1
         store.delete(keys)
     # One bad block costs its neighbours nothing.
-    store.write(keys, torch.stack([fill(key, 2, 640) for key in keys]))
+    store.write(keys, torch.stack([payload_of(key, 2, 640) for key in keys]))
     vars(files).update(calls=("preadv",), stuck=False, at=0, seen=0)
     out = torch.zeros(4, 640, dtype=torch.uint8)
     assert store.read(keys, out) == [True] * 4
@@ -187,22 +188,22 @@ def test_faults_of_reads_are_misses_that_are_counted(disk):
 def test_no_room_is_said_at_once_and_pins_come_back(disk):
     store = disk(6400)
     keys = [b"key %d" % n for n in range(10)]
-    store.write(keys, torch.stack([fill(key, 1, 640) for key in keys]))
+    store.write(keys, torch.stack([payload_of(key, 1, 640) for key in keys]))
     with store.pin(keys) as pinned:
         assert pinned == keys
         for _ in range(3):
             with pytest.raises(StoreFullError, match="10 payloads pinned"):
-                store.put(b"new", fill(b"new", 1, 640))
+                store.put(b"new", payload_of(b"new", 1, 640))
         with pytest.raises(StoreFullError):
-            store.put(keys[0], fill(keys[0], 2, 640))  # a pinned one is not overwritten in place
+            store.put(keys[0], payload_of(keys[0], 2, 640))  # a pinned one is not overwritten in place
         assert store.stats().pinned == 10
         assert store.delete(keys[:1]) == 1
         assert store.get(keys[0]) is None
         with pytest.raises(StoreFullError):  # its room is given back with the pin
-            store.put(b"new", fill(b"new", 1, 640))
-    store.put(b"new", fill(b"new", 1, 640))
+            store.put(b"new", payload_of(b"new", 1, 640))
+    store.put(b"new", payload_of(b"new", 1, 640))
     with pytest.raises(StoreFullError):
-        store.put(b"large", fill(b"large", 1, 6401))
+        store.put(b"large", payload_of(b"large", 1, 6401))
     assert len(store) == 10
     for n in range(10_000):
         assert b"%d" % n not in store

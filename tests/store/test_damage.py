@@ -11,8 +11,8 @@ import torch
 from kvquant.errors import KVQuantWarning, StoreError
 from kvquant.store.disk import DiskStore
 from kvquant.store.index import Row
+from kvquant.testing import payload_of
 from tests.store import torture
-from tests.store.faulty import fill
 from tests.store.torture import Snapshot, small_store, survives
 
 INDEX, SLAB = "index.db", "blocks-0000.slab"
@@ -103,12 +103,12 @@ def test_an_index_damaged_while_it_is_in_use_is_written_anew(folder, payloads):
         # Another connection: what this one has read already it need not read again.
         store._index.close()
         store._index._db = sqlite3.connect(folder / INDEX, isolation_level=None, check_same_thread=False)
-        store.put(b"new", fill(b"new", 1, 100), tag=3)
+        store.put(b"new", payload_of(b"new", 1, 100), tag=3)
         with pytest.warns(KVQuantWarning, match="moved aside"):
             store.flush()
         assert len(store) == 11
         assert store.check() == []
-    assert survives(folder, {**payloads, b"new": fill(b"new", 1, 100)}) == (11, False)
+    assert survives(folder, {**payloads, b"new": payload_of(b"new", 1, 100)}) == (11, False)
 
 
 def test_an_index_that_cannot_be_written_now_is_written_later(folder, payloads):
@@ -116,14 +116,14 @@ def test_an_index_that_cannot_be_written_now_is_written_later(folder, payloads):
         other = sqlite3.connect(folder / INDEX, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         store._index._db.execute("PRAGMA busy_timeout=10")
-        store.put(b"new", fill(b"new", 1, 100), tag=3)
+        store.put(b"new", payload_of(b"new", 1, 100), tag=3)
         with pytest.raises(StoreError, match="locked"):
             store.flush()
         other.execute("ROLLBACK")
         other.close()
         store.flush()
         assert store.stats().faults["index"] >= 1
-    assert survives(folder, {**payloads, b"new": fill(b"new", 1, 100)})[0] == 11
+    assert survives(folder, {**payloads, b"new": payload_of(b"new", 1, 100)})[0] == 11
 
 
 HUGE = (10**18, -64, 10**12, (1 << 63) - 1, -1, 0, 32, "text", None, 1.5, b"blob")
@@ -194,7 +194,7 @@ def test_new_payloads_under_an_old_index_are_misses(folder, payloads):
     with DiskStore(folder, 65536) as store:
         store.delete(payloads)
         for n in range(10):
-            store.put(b"other %d" % n, fill(b"other %d" % n, 1, 2000))
+            store.put(b"other %d" % n, payload_of(b"other %d" % n, 1, 2000))
     (folder / INDEX).write_bytes(old[INDEX])
     hits, _ = survives(folder, payloads)
     assert hits < 10

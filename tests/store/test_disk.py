@@ -13,15 +13,16 @@ from kvquant.blocks import BlockKey
 from kvquant.errors import StoreError, StoreFullError
 from kvquant.store.base import BlockStore
 from kvquant.store.disk import DiskStore
-from tests.store.faulty import Faulty, fill, version_of
+from kvquant.testing import payload_of, version_of
+from tests.store.faulty import Faulty
 
 
 def put(store, key, version=1, nbytes=640):
-    store.put(key, fill(key, version, nbytes), tag=version)
+    store.put(key, payload_of(key, version, nbytes), tag=version)
 
 
 def rows(keys, version=1, nbytes=640):
-    return torch.stack([fill(key, version, nbytes) for key in keys])
+    return torch.stack([payload_of(key, version, nbytes) for key in keys])
 
 
 def names(count, start=0):
@@ -63,7 +64,7 @@ def test_it_keeps_the_protocol(disk):
 
 def test_what_was_put_is_a_copy(disk):
     store = disk()
-    payload = fill(b"a", 1, 1000)
+    payload = payload_of(b"a", 1, 1000)
     store.put(b"a", payload)
     payload.zero_()
     got = store.get(b"a")
@@ -147,7 +148,7 @@ def test_the_old_value_is_there_until_the_commit_if_there_is_room(disk):
     with store.reserve([b"a"], 640, tag=2) as reservation:
         assert version_of(b"a", store.get(b"a")) == 1
         assert store.tag(b"a") == 1
-        reservation.payloads[0] = fill(b"a", 2, 640)
+        reservation.payloads[0] = payload_of(b"a", 2, 640)
         reservation.commit()
     assert version_of(b"a", store.get(b"a")) == 2
     assert store.stats().used == 640

@@ -27,7 +27,8 @@ import torch
 
 from kvquant.errors import KVQuantWarning, StoreFullError
 from kvquant.store.disk import DiskStore
-from tests.store.faulty import fill, key_of, version_of
+from kvquant.testing import payload_of, version_of
+from tests.store.faulty import key_of
 
 KEYS = 60
 BUDGET = 300_000
@@ -68,7 +69,7 @@ def writer(folder: Path, shared: Shared, seed: int) -> None:
             there = [number for number in many if number not in gone]
             store.delete([key_of(number) for number in gone])
             if there:
-                payloads = torch.stack([fill(key_of(n), versions[n], nbytes) for n in there])
+                payloads = torch.stack([payload_of(key_of(n), versions[n], nbytes) for n in there])
                 store.write([key_of(n) for n in there], payloads, tag=7)
             for number, version in versions.items():
                 shared.set(DONE, number, version)
@@ -114,7 +115,7 @@ def kills(count: int, seed: int = 0) -> Counter[str]:
 
 def small_store(folder: Path) -> dict[bytes, torch.Tensor]:
     """A folder with payloads of many sizes, as one that was killed leaves it; what is in it."""
-    payloads = {b"key %d" % n: fill(b"key %d" % n, n, 300 + 450 * n) for n in range(10)}
+    payloads = {b"key %d" % n: payload_of(b"key %d" % n, n, 300 + 450 * n) for n in range(10)}
     live = folder.with_name("live")
     with DiskStore(live, 65536) as store:
         for key, payload in payloads.items():
@@ -231,9 +232,9 @@ def _step(store: DiskStore, action: str, keys: list, nbytes: int, version: int) 
         for key, row, came in zip(keys, out, store.read(keys, out), strict=True):
             assert not came or version_of(key, row) >= 0
     elif action == "put":
-        store.put(keys[0], fill(keys[0], version, nbytes))
+        store.put(keys[0], payload_of(keys[0], version, nbytes))
     elif action == "write":
-        store.write(keys, torch.stack([fill(key, version, nbytes) for key in keys]))
+        store.write(keys, torch.stack([payload_of(key, version, nbytes) for key in keys]))
     elif action == "delete":
         store.delete(keys[:2])
     elif action == "abort":
