@@ -13,18 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvquant import KVQuantCache, PrecisionPolicy
+from kvquant import KVQuantCache
+from kvquant.tuner.candidates import Assignment, Candidates
 
 from ..exact import branch
 from .tail import Tail
-
-if TYPE_CHECKING:
-    from kvquant.tuner import Candidates
 
 SAMPLES = 6  # backward passes of each chunk
 MEMORY = 2 << 30  # bytes of gradients held at once; layers that do not fit take passes of their own
@@ -42,12 +41,18 @@ def estimates(
     seed: int = 0,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Estimates:
-    """Of every candidate in every layer, in ``candidates.frames[0]``; ``tick(done, total)`` as it goes."""
-    layers = list(candidates.layers)
-    size = max(_gradient_bytes(tail, layer) for layer in layers) * samples * len(tail.bounds)
+    """Of every candidate in every layer, in ``candidates.frames[0]``; ``tick(done, total)`` as it goes.
+
+    The mean over the tokens of the tail, whose chunks each find sealed what a cache would have by then.
+    """
+    layers = list(candidates.footprint.shapes)
+    recent, block = candidates.frames[0].recent_tokens, candidates.footprint.block_tokens
+    sealed = [max(0, start - recent) // block * block for start, _ in tail.bounds]
+    size = 2 * samples * sum(sealed) * max(h * (k + v) for h, k, v in candidates.footprint.shapes.values())
     parts = _batched(layers, max(1, memory // size))
+    errors = _Errors(tail, candidates, sealed[-1])
     found: Estimates = {}
-    total, done = len(parts) * samples * len(tail.bounds) + 4 * len(layers), 0
+    total, done = len(parts) * samples * len(tail.bounds) + 2 * len(layers), 0
 
     def step(amount: int = 1) -> None:
         nonlocal done
@@ -55,30 +60,27 @@ def estimates(
         tick(done, total)
 
     for part in parts:
-        gradients = _gradients(tail, part, samples, seed, step)
+        gradients = _gradients(tail, part, samples, sealed, seed, step)
         for layer in part:
-            found |= _of_layer(tail, candidates, layer, gradients.pop(layer), samples)
-            step(4)
+            sides = [_stacked(side, sealed[-1]) for side in zip(*gradients.pop(layer), strict=True)]
+            for role, codec, squares in errors.projected(layer, sides):
+                loss = squares / (2 * samples * (len(tail.ids) - tail.first))
+                found[layer, role, codec] = loss if math.isfinite(loss) else math.inf
+            step(2)
     return found
 
 
-def _gradient_bytes(tail: Tail, layer: int) -> int:
-    keys, values = tail.held(layer)
-    return 2 * (keys.numel() + values.numel())
-
-
 def _gradients(
-    tail: Tail, layers: Sequence[int], samples: int, seed: int, step: Callable[[], None]
-) -> dict[int, list[tuple[int, Tensor, Tensor]]]:
-    """By layer, for each chunk and sample, where the chunk starts and ∇ of keys and values before it.
+    tail: Tail, layers: Sequence[int], samples: int, sealed: Sequence[int], seed: int, step: Callable[[], None]
+) -> dict[int, list[tuple[Tensor, Tensor]]]:
+    """By layer, for each chunk and sample, ∇ of the keys and values that are sealed before it.
 
     Gradients are ``[heads, tokens, dim]``, in bfloat16, which has float32's range.
     """
-    found: dict[int, list[tuple[int, Tensor, Tensor]]] = {layer: [] for layer in layers}
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
     generator = torch.Generator().manual_seed(seed)  # the same draws for all layers
     with _frozen(tail.model):
         for number, (start, end) in enumerate(tail.bounds):
-            ids = tail.ids[None, start:end]
             for _ in range(samples):
                 leaves: list[Tensor] = []
                 cache = branch(tail.exact(number))
@@ -87,55 +89,59 @@ def _gradients(
                     cache.layers[layer].trunk = trunk
                     leaves += trunk
                 with torch.enable_grad():
-                    logits = tail.model(input_ids=ids, cache=cache, use_cache=True).logits[0].float()
-                    log_p = logits.log_softmax(-1)
+                    logits = tail.model(input_ids=tail.ids[None, start:end], cache=cache, use_cache=True).logits[0]
+                    log_p = logits.float().log_softmax(-1)
                     drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
                     signs = 2 * torch.randint(0, 2, drawn.shape, generator=generator) - 1
                     gradients = torch.autograd.grad((log_p.gather(1, drawn) * signs).sum(), leaves)
                 for layer, pair in zip(layers, _batched(gradients, 2), strict=True):
-                    keys, values = (gradient[0].bfloat16() for gradient in pair)
-                    found[layer].append((start, keys, values))
+                    keys, values = (gradient[0, :, : sealed[number]].bfloat16() for gradient in pair)
+                    found[layer].append((keys, values))
                 step()
     return found
 
 
-def _of_layer(
-    tail: Tail,
-    candidates: Candidates,
-    layer: int,
-    gradients: Sequence[tuple[int, Tensor, Tensor]],
-    samples: int,
-) -> Estimates:
-    found: Estimates = {}
-    tokens = tail.bounds[-1][1] - tail.first
-    for which, role in enumerate(("key", "value")):
-        codecs = [codec for codec in getattr(candidates, role) if codec != "fp16"]
-        for some in _batched(codecs, _CODECS):
-            errors = [_error(tail, candidates.isolated(layer, role, codec), layer, which) for codec in some]
-            stacked = torch.stack(errors, dim=1)  # [heads, codecs, tokens, dim]
-            sums = torch.zeros(len(some), dtype=torch.float64)
-            frame = candidates.frames[0]
-            for start, *both in gradients:
-                # What a call of the cache at `start` finds sealed.
-                sealed = (start - frame.recent_tokens) // candidates.block_tokens * candidates.block_tokens
-                gradient = both[which][:, :sealed].float().flatten(1)
-                products = torch.bmm(stacked[:, :, :sealed].flatten(2), gradient[:, :, None])[..., 0]
-                sums += products.double().square().sum(dim=0)
-            for codec, total in zip(some, sums.tolist(), strict=True):
-                found[layer, role, codec] = total / (2 * samples * tokens) if math.isfinite(total) else math.inf
-    return found
+def _stacked(gradients: Sequence[Tensor], tokens: int) -> Tensor:
+    """Gradients of one layer's keys, or values, ``[heads, samples, tokens · dim]``, 0 where they do not reach."""
+    heads, _, dim = gradients[0].shape
+    stacked = torch.zeros(heads, len(gradients), tokens, dim)
+    for number, gradient in enumerate(gradients):
+        stacked[:, number, : gradient.shape[1]] = gradient
+    return stacked.flatten(2)
 
 
-def _error(tail: Tail, policy: PrecisionPolicy, layer: int, which: int) -> Tensor:
-    """Decoded less exact, ``[heads, tokens, dim]`` float32, of all tokens but the last few of the text."""
-    cache = KVQuantCache(policy.resolve(tail.model), tail.model.config)
-    exact = tail.held(layer)
-    with torch.no_grad():
-        cache.update(*exact, layer)
-        held = cache.layers[layer]
-        decoded = held.values if which else held.keys
-        error: Tensor = (decoded.float() - exact[which].float())[0]
-    return error
+class _Errors:
+    """What each candidate makes of a layer's exact keys and values, less these, by the real cache."""
+
+    def __init__(self, tail: Tail, candidates: Candidates, tokens: int) -> None:
+        self._tail, self._tokens = tail, tokens
+        frame = candidates.frames[0]
+        self._read = tokens + frame.recent_tokens  # of which all but the last are sealed
+        pairs = list(zip_longest(candidates.key, candidates.value, fillvalue="fp16"))
+        self._caches = []
+        for pair in pairs:
+            assignment = Assignment(frame, dict.fromkeys(candidates.footprint.shapes, pair))
+            resolved = candidates.policy(assignment, "candidate").resolve(tail.model)
+            self._caches.append((pair, KVQuantCache(resolved, tail.model.config)))
+
+    def projected(self, layer: int, sides: Sequence[Tensor]) -> Iterator[tuple[str, str, float]]:
+        """Role, codec and Σ (g·δ)² over samples and heads, ``sides`` being the gradients (see `_stacked`)."""
+        exact = [states[:, :, : self._read] for states in self._tail.held(layer)]
+        for some in _batched(self._caches, _CODECS):
+            found: tuple[list[Tensor], list[Tensor]] = ([], [])
+            with torch.no_grad():
+                for _, cache in some:
+                    cache.update(*exact, layer)
+                    held = cache.layers[layer]
+                    for errors, decoded, states in zip(found, (held.keys, held.values), exact, strict=True):
+                        errors.append((decoded - states)[0, :, : self._tokens].float().flatten(1))
+                    cache.reset()
+                for which, role in enumerate(("key", "value")):
+                    products = torch.bmm(sides[which], torch.stack(found[which], dim=2))  # [heads, samples, codecs]
+                    squares = products.double().square().sum(dim=(0, 1)).tolist()
+                    for (pair, _), total in zip(some, squares, strict=True):
+                        if pair[which] != "fp16":
+                            yield role, pair[which], total
 
 
 def _batched(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
