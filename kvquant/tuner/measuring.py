@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
 from ..errors import PolicyError, shown
 from ..policy import PrecisionPolicy
@@ -65,7 +66,7 @@ class Meter:
         fingerprint = policy.fingerprint()
         if fingerprint not in self._known:
             loss = self._objective(policy)
-            if isinstance(loss, bool) or not isinstance(loss, int | float) or not 0 <= loss < math.inf:
+            if isinstance(loss, bool) or not isinstance(loss, Real) or not 0 <= loss < math.inf:
                 raise PolicyError(f"objective: {shown(loss)} for {assignment}; allowed: a finite loss, 0 or more")
             self._known[fingerprint] = float(loss)
         return self._known[fingerprint]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import numpy as np
 
@@ -96,9 +97,9 @@ def tune_policy(
     losses that are none.
     """
     goal = _goal(budget, max_loss)
-    if budget is not None:
-        allocate(_anything(candidates), budget)  # before hours of measuring
     known = _told(candidates, estimates, sensitivity, fingerprint, facts or {})
+    if budget is not None:
+        allocate(_lossless(known), budget)  # so that hours of measuring do not end in a refusal
     meter = Meter(objective, candidates, seconds, tick)
     if sensitivity is None:
         known = _with_cells(known, meter, goal, measurements, estimated=estimates is not None)
@@ -132,15 +133,9 @@ def _goal(budget: float | None, max_loss: float | None) -> Goal:
 
 
 def _limit(word: str, given: float) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < math.inf:
+    if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= given < math.inf:
         raise PolicyError(f"{word}: {shown(given)}; allowed: a finite number, 0 or more")
     return float(given)
-
-
-def _anything(candidates: Candidates) -> Sensitivity:
-    """Nothing loses anything: what is feasible at all."""
-    cells = tuple(Cell(*place, 0.0, None) for place in all_cells(candidates))
-    return Sensitivity(candidates, cells, dict.fromkeys(candidates.frames, 1.0))
 
 
 def _told(
@@ -168,6 +163,14 @@ def _told(
         if codec != RAW:
             cells.append(Cell(layer, role, codec, float(loss), None))
     return Sensitivity(candidates, tuple(cells), {candidates.frames[0]: 1.0}, fingerprint, dict(facts))
+
+
+def _lossless(known: Sensitivity) -> Sensitivity:
+    """The same if nothing lost anything: of all cells, where none are known yet."""
+    candidates = known.candidates
+    places = [(cell.layer, cell.role, cell.codec) for cell in known.cells] or all_cells(candidates)
+    cells = tuple(Cell(*place, 0.0, None) for place in places)
+    return Sensitivity(candidates, cells, dict.fromkeys(candidates.frames, 1.0))
 
 
 def _with_cells(
