@@ -111,7 +111,7 @@ def best_interacting(known, budget, strength):
 def test_repair_finds_the_best_where_losses_do_not_add_up():
     """Mostly: it measures some fifty of 65536 assignments."""
     found = []
-    for seed in range(6):
+    for seed in range(7):
         known = made.sensitivity(made.candidates(layers=4, frames=ONE), seed)
         objective = interacting(known, 100.0)
         unrepaired = objective(known.candidates.policy(allocate(known, 0.35), "unrepaired"))
@@ -121,7 +121,7 @@ def test_repair_finds_the_best_where_losses_do_not_add_up():
         assert tuned.measured == min(step.measured for step in tuned.steps if step.ratio <= 0.35)
         found.append((tuned.measured / best_interacting(known, 0.35, 100.0), tuned.measured / unrepaired))
     assert all(excess < 1.2 for excess, _ in found)
-    assert sum(excess < 1 + 1e-9 for excess, _ in found) >= 5
+    assert sum(excess < 1 + 1e-9 for excess, _ in found) >= 6
     assert sum(gain < 0.85 for _, gain in found) >= 3  # the others were the best at once
 
 
@@ -269,7 +269,7 @@ def test_progress_is_told(known):
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -1e-9, "0.1", None, True, np.float64("nan")])
 def test_losses_that_are_none(known, loss):
-    with pytest.raises(PolicyError, match="objective: .*; allowed: a finite loss, 0 or more") as error:
+    with pytest.raises(PolicyError, match="objective: .*; allowed: a finite number, 0 or more") as error:
         tune_policy(lambda policy: loss, known.candidates, 0.4)
     assert "\n" not in str(error.value)
 
@@ -284,7 +284,10 @@ def test_losses_that_are_none(known, loss):
         ({"max_loss": -1}, "max_loss: -1; allowed"),
         ({"max_loss": "1"}, "max_loss: '1'; allowed"),
         ({"budget": 0.3, "estimates": {(9, "key", made.FEW[1]): 1.0}}, "estimates: .* is none of the candidates"),
-        ({"budget": 0.3, "estimates": {(0, "key", made.FEW[1]): math.nan}}, "estimates: nan of"),
+        (
+            {"budget": 0.3, "estimates": {(0, "key", made.FEW[1]): math.nan}},
+            "estimates: layer 0 key int8.*: nan; allowed",
+        ),
     ],
 )
 def test_arguments_that_make_no_sense(known, settings, why):
