@@ -128,9 +128,9 @@ def ppl(
 ) -> int:
     """See `_PPL_HELP`."""
     from .display import print_rows, progress
+    from .files import to_json
     from .options import expanded, parse_tokens
     from .ppl import Options, run
-    from .report import to_json
 
     options = Options(
         model=model,

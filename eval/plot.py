@@ -11,6 +11,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import PercentFormatter
 from matplotlib.transforms import Bbox
 
+from .front import pareto_front
 from .look import COLORS, MARKERS, draw, drawable, dress, legend_below, new_figure, plain, png
 from .options import format_context
 from .rows import Row
@@ -75,15 +76,6 @@ def fidelity_plot(rows: Sequence[Row]) -> bytes | None:
     draw(figure)  # fixes the layout, so that labels can be placed in pixels
     _label(axes, points)
     return png(figure)
-
-
-def pareto_front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other beats in bytes without losing in KL, by bytes."""
-    front: list[Point] = []
-    for point in sorted(points, key=lambda point: (point.ratio, point.kl)):
-        if not front or point.kl < front[-1].kl:
-            front.append(point)
-    return front
 
 
 def _points(rows: Sequence[Row]) -> list[Point]:
