@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from .bench.rows import BenchRow, Outcome
-from .doctor import Diagnosis
 from .options import format_context
 from .rows import Row
+
+if TYPE_CHECKING:
+    from .bench.rows import BenchRow, Outcome
+    from .doctor import Diagnosis
 
 # The attention's share of a forward grows with the past; at this many tokens it is taken to double the cost.
 _DOUBLING_TOKENS = 8192

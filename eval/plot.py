@@ -74,7 +74,7 @@ def fidelity_plot(rows: Sequence[Row]) -> bytes | None:
     _dress(axes, points, f"{plain(rows[0].model)}: fidelity against bytes ({how})")
     legend_below(figure, legend)
     draw(figure)  # fixes the layout, so that labels can be placed in pixels
-    _label(axes, points)
+    label_points(axes, points)
     return png(figure)
 
 
@@ -101,7 +101,7 @@ def _dress(axes: Axes, points: Sequence[Point], title: str) -> None:
     dress(axes, title)
 
 
-def _label(axes: Axes, points: Sequence[Point]) -> None:
+def label_points(axes: Axes, points: Sequence[Point]) -> None:
     """Names each policy once, at its longest context, where it covers no marker and no other name if possible."""
     pixels = axes.transData.transform([(point.ratio, point.kl) for point in points])
     half = _MARKER_POINTS / 2 * axes.figure.dpi / 72

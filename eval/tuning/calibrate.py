@@ -1,0 +1,207 @@
+"""Tuning with a model: what is measured, in which order, and whether the goal was met."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+import kvquant
+from kvquant import PrecisionPolicy
+from kvquant.tuner.candidates import Candidates
+from kvquant.tuner.sensitivity import Sensitivity
+from kvquant.tuner.tune import Tuned, tune_policy
+
+from ..errors import InputError
+from ..models import LoadedModel, check_causal, load
+from ..options import format_context
+from ..rope import context_limit, frequencies_of
+from ..rows import Scores
+from ..sweep import Settings
+from .command import Options, Talk, Tell
+from .compare import compared, comparison, rivals
+from .goal import Goal
+from .objective import KLObjective
+from .passages import Passages, cut, find_texts
+from .solution import Solution, Trial, untested_row
+
+Estimates = Mapping[tuple[int, str, str], float]
+
+_CHUNK = 128  # tokens per forward on held-out text
+_TIGHTEN = 0.7  # of the KL limit, where perplexity rose by more than was wanted
+_MOST_TIGHTENINGS = 12
+
+
+def calibrated(options: Options, known: Sensitivity | None, talk: Talk) -> Solution:
+    """The best policy as measured on the text, and beside the presets on held-out text.
+
+    ``known`` sensitivities are not measured again. Raises `kvquant.KVQuantError` for bad input.
+    """
+    context = options.context or (known.candidates.footprint.context if known else 0)
+    text, other = find_texts(options.text, options.held_out, context)
+    loaded = load(options.model or "", options.dtype, talk.say, partial(_check_context, context))
+    check_causal(loaded)
+    fingerprint = kvquant.model_fingerprint(loaded.model)
+    if known is not None:
+        known.require(fingerprint)
+    passages = cut(loaded, text, other, context, options.verify)
+    candidates = known.candidates if known else Candidates.of(loaded.model, context, codecs=options.codecs)
+    facts = _facts(loaded, fingerprint, passages, options)
+    with talk.stages() as tell, frequencies_of(loaded.model, context):
+        objective = _objective(loaded, passages.calibration, options.score_tokens, tell)
+        search = _Search(objective, candidates, options, rivals(loaded.model), fingerprint, facts, tell)
+        solution = search.run(known)
+    return _verified(solution, loaded, passages, talk, options)
+
+
+@dataclass
+class _Search:
+    """One search for a goal: an objective, what may be chosen, and what presets are to be beaten."""
+
+    objective: KLObjective
+    candidates: Candidates
+    options: Options
+    rivals: Sequence[PrecisionPolicy]
+    fingerprint: str
+    facts: dict[str, str]
+    tell: Tell
+    began: float = field(default_factory=time.monotonic)
+
+    def run(self, known: Sensitivity | None) -> Solution:
+        """The solution, without rows."""
+        estimates = _estimates(self.objective, self.candidates, self.tell) if known is None else None
+        tuned, delta = self._tuned(known, estimates)
+        goal, spent = self.options.goal, time.monotonic() - self.began
+        facts = self.facts | {
+            "agreement": _agreement(tuned),
+            "cost": f"{self.objective.passes:.1f} scored passes of the text, {spent:.0f} s in all",
+        }
+        if delta is not None:
+            facts["perplexity on the calibration text"] = f"{delta:+.2f} %"
+        return Solution(
+            goal=goal,
+            policy=tuned.policy,
+            assignment=tuned.assignment,
+            sensitivity=tuned.sensitivity,
+            ratio=tuned.ratio,
+            predicted=tuned.predicted,
+            measured=tuned.measured,
+            trials=[Trial(step.what, step.ratio, step.measured, step.predicted) for step in tuned.steps],
+            facts=facts,
+            broken=list(_broken(goal, tuned, delta)),
+        )
+
+    def _tuned(self, known: Sensitivity | None, estimates: Estimates | None) -> tuple[Tuned, float | None]:
+        """What was found, and where a limit on perplexity was given by how many percent that rose."""
+        goal = self.options.goal
+        if goal.max_delta_ppl is None:
+            return self._found(known, estimates, goal.max_kl), None
+        limit = goal.max_loss
+        for _ in range(_MOST_TIGHTENINGS):
+            tuned = self._found(known, estimates, limit)
+            delta = delta_pct(self.objective.scores(tuned.policy))
+            if delta <= goal.max_delta_ppl:
+                break
+            known, limit = tuned.sensitivity, limit * _TIGHTEN
+        return tuned, delta
+
+    def _found(self, known: Sensitivity | None, estimates: Estimates | None, max_loss: float | None) -> Tuned:
+        left = self.began + 60 * self.options.minutes - time.monotonic()
+        return tune_policy(
+            self.objective,
+            self.candidates,
+            self.options.goal.budget,
+            max_loss=max_loss,
+            estimates=estimates if known is None else None,
+            sensitivity=known,
+            fingerprint=self.fingerprint,
+            facts=self.facts,
+            seconds=max(0.0, left),
+            name=self.options.name,
+            rivals=self.rivals,
+            tick=self._tick,
+        )
+
+    def _tick(self, stage: str, done: int, total: int) -> None:
+        """Tells of a stage's steps, or of the time there is where nobody knows how many there will be."""
+        if total:
+            self.tell(stage, done, total)
+        else:
+            limit = 60 * self.options.minutes
+            self.tell(f"{stage}, in the time left", min(limit, time.monotonic() - self.began), limit)
+
+
+def delta_pct(scores: Scores) -> float:
+    """By how many percent perplexity rose."""
+    return float(100 * np.expm1((scores.nll - scores.reference_nll).mean()))
+
+
+def _verified(solution: Solution, loaded: LoadedModel, passages: Passages, talk: Talk, options: Options) -> Solution:
+    """The solution with rows on held-out text, and whether its bytes hold there."""
+    if passages.held_out is None:
+        return solution.with_rows([untested_row(solution, "not compared: --no-verify")])
+    context = len(passages.held_out)
+    settings = Settings((context,), "prefill", _CHUNK, options.score_tokens, options.dtype, options.seed)
+    sweep = comparison(loaded, passages.held_out, solution, settings)
+    with talk.progress(f"{len(sweep.policies)} policies on held-out text", sweep.forwards()) as tick:
+        rows = compared(solution, list(sweep.rows(tick)))
+    broken, ours, budget = list(solution.broken), rows[0], solution.goal.budget
+    if ours.status != "ok":
+        broken.append(f"on held-out text the policy {ours.status}: {ours.reason}")
+    if budget is not None and ours.kv_ratio is not None and ours.kv_ratio > budget:
+        broken.append(f"{ours.kv_ratio:.4f} of the bytes measured, over the budget of {budget:g}")
+    return replace(solution, rows=rows, broken=broken)
+
+
+def _broken(goal: Goal, tuned: Tuned, delta: float | None) -> Iterator[str]:
+    """What of a goal does not hold on the calibration text."""
+    if goal.budget is not None and tuned.ratio > goal.budget:
+        yield f"{tuned.ratio:.4f} of the bytes, over the budget of {goal.budget:g}"
+    if goal.max_kl is not None and tuned.measured > goal.max_kl:
+        yield f"KL {tuned.measured:.3g} measured, over {goal.max_kl:g}"
+    if goal.max_delta_ppl is not None and delta is not None and delta > goal.max_delta_ppl:
+        yield f"perplexity up by {delta:.2f} % on the calibration text, over {goal.max_delta_ppl:g} %"
+
+
+def _objective(loaded: LoadedModel, ids: Tensor, score_tokens: int, tell: Tell) -> KLObjective:
+    def tick(start: int, end: int) -> None:
+        tell("reading the text", end, len(ids))
+
+    return KLObjective(loaded.model, ids, score_tokens, tick)
+
+
+def _estimates(objective: KLObjective, candidates: Candidates, tell: Tell) -> Estimates:
+    return objective.estimates(candidates, partial(tell, "estimates"))
+
+
+def _agreement(tuned: Tuned) -> str:
+    gap = abs(tuned.predicted - tuned.measured) / tuned.measured if tuned.measured else 0.0
+    told = f"predicted and measured KL differ by {100 * gap:.0f} %"
+    return told if tuned.agreed else f"{told}, more than was sought, within the time"
+
+
+def _facts(loaded: LoadedModel, fingerprint: str, passages: Passages, options: Options) -> dict[str, str]:
+    return {
+        "model": f"{loaded.name} ({loaded.weights})",
+        "dtype": options.dtype,
+        "weights": f"fingerprint `{fingerprint}`",
+        **passages.facts,
+        "context": str(len(passages.calibration)),
+        "protocol": f"prefill: the past exact, then compressed; the last {options.score_tokens} tokens are scored in "
+        f"chunks of {_CHUNK} that attend to it",
+    }
+
+
+def _check_context(context: int, config: Any) -> None:
+    """`InputError` where a model does not take so many tokens."""
+    limit = context_limit(config)
+    if limit is not None and context > limit:
+        raise InputError(
+            f"--context: {format_context(context)}; allowed: at most the model's limit, {limit} tokens "
+            "(max_position_embeddings)"
+        )
