@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .cache.hooks import disable, enable
     from .codecs import Codec, get_codec, register_codec
     from .errors import (
+        BudgetError,
         CacheStateError,
         CodecError,
         FormatError,
@@ -34,13 +35,18 @@ if TYPE_CHECKING:
     from .store.base import BlockStore
     from .store.disk import DiskStore
     from .store.tiered import TieredStore
+    from .tuner.candidates import Candidates
+    from .tuner.sensitivity import Sensitivity
+    from .tuner.tune import tune_policy
 
 __version__ = "0.1.0"
 
 _HOME = {
     "BlockKey": "blocks",
     "BlockStore": "store.base",
+    "BudgetError": "errors",
     "CacheStateError": "errors",
+    "Candidates": "tuner.candidates",
     "Codec": "codecs",
     "CodecError": "errors",
     "CompressedTensor": "blocks",
@@ -53,6 +59,7 @@ _HOME = {
     "LayerPolicy": "policy",
     "PolicyError": "errors",
     "PrecisionPolicy": "policy",
+    "Sensitivity": "tuner.sensitivity",
     "StoreError": "errors",
     "StoreFullError": "errors",
     "TieredStore": "store.tiered",
@@ -63,12 +70,15 @@ _HOME = {
     "model_fingerprint": "keys",
     "preset_names": "policy",
     "register_codec": "codecs",
+    "tune_policy": "tuner.tune",
 }
 
 __all__ = [
     "BlockKey",
     "BlockStore",
+    "BudgetError",
     "CacheStateError",
+    "Candidates",
     "Codec",
     "CodecError",
     "CompressedTensor",
@@ -81,6 +91,7 @@ __all__ = [
     "LayerPolicy",
     "PolicyError",
     "PrecisionPolicy",
+    "Sensitivity",
     "StoreError",
     "StoreFullError",
     "TieredStore",
@@ -91,6 +102,7 @@ __all__ = [
     "model_fingerprint",
     "preset_names",
     "register_codec",
+    "tune_policy",
 ]
 
 

@@ -2,6 +2,7 @@
 
 KVQuantError
 ├── PolicyError       a policy, or one of its settings, is not valid or does not fit the model
+├── BudgetError       no policy meets a budget of bytes, or of loss; says what can be met
 ├── CodecError        a codec was given what it cannot encode or decode
 ├── FormatError       bytes that are not a kvquant block, or not the block that was asked for
 ├── UnsupportedError  a model, device or operation kvquant cannot serve; says what would serve
@@ -36,6 +37,10 @@ class KVQuantError(Exception):
 
 class PolicyError(KVQuantError, ValueError):
     """A precision policy is invalid or does not fit the model."""
+
+
+class BudgetError(KVQuantError, ValueError):
+    """No policy meets the budget that was asked for."""
 
 
 class CodecError(KVQuantError, ValueError):

@@ -23,6 +23,7 @@ LAYERS = [
     ["policy", "arena", "kernels"],
     ["attention", "store"],
     ["cache"],
+    ["tuner"],
     ["testing"],
     ["__init__"],
 ]

@@ -1,0 +1,146 @@
+"""An objective that is asked nothing twice, and what it is asked: cells one by one, frames, whole choices."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import PolicyError, shown
+from ..policy import PrecisionPolicy
+from .candidates import RAW, Assignment, Candidates
+from .footprint import ROLES
+from .sensitivity import Cell, Sensitivity
+
+Objective = Callable[[PrecisionPolicy], float]
+"""What a policy loses, in nats per token: 0 where nothing is lost. Any damage will do that grows with the loss."""
+
+Tick = Callable[[str, int, int], None]
+"""Told of progress: the stage, how much of it is done, and of how much; 0 where nobody knows."""
+
+CELLS_SHARE = 0.6  # of the time, at most, for measuring cells: what is left is for whole choices
+
+
+@dataclass(frozen=True)
+class Step:
+    """An assignment that was measured, ``what`` for, and what was predicted of it before."""
+
+    what: str
+    assignment: Assignment
+    ratio: float
+    predicted: float
+    measured: float
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the two differ by less than a tenth."""
+        return abs(self.predicted - self.measured) <= 0.1 * self.measured
+
+
+class Meter:
+    """Asks an objective for at most ``seconds``, and keeps what it said; ``steps`` are of whole assignments."""
+
+    def __init__(self, objective: Objective, candidates: Candidates, seconds: float | None, tick: Tick) -> None:
+        self.candidates = candidates
+        self.tick = tick
+        self.steps: list[Step] = []
+        self._objective = objective
+        self._seconds = math.inf if seconds is None else seconds
+        self._started = time.monotonic()
+        self._known: dict[str, float] = {}  # by fingerprint of the policy
+
+    def late(self, share: float = 1.0) -> bool:
+        """Whether a share of the time is over."""
+        return time.monotonic() - self._started > share * self._seconds
+
+    def knows(self, assignment: Assignment) -> bool:
+        """Whether it was measured before."""
+        return self._policy(assignment).fingerprint() in self._known
+
+    def measure(self, assignment: Assignment) -> float:
+        """The objective of an assignment; `PolicyError` where that is no loss."""
+        policy = self._policy(assignment)
+        fingerprint = policy.fingerprint()
+        if fingerprint not in self._known:
+            loss = self._objective(policy)
+            if isinstance(loss, bool) or not isinstance(loss, int | float) or not 0 <= loss < math.inf:
+                raise PolicyError(f"objective: {shown(loss)} for {assignment}; allowed: a finite loss, 0 or more")
+            self._known[fingerprint] = float(loss)
+        return self._known[fingerprint]
+
+    def step(self, what: str, assignment: Assignment, sensitivity: Sensitivity) -> Step:
+        """Measure a whole assignment, which becomes one of the steps."""
+        predicted = sensitivity.predicted(assignment)
+        ratio = self.candidates.footprint.ratio(assignment)
+        step = Step(what, assignment, ratio, predicted, self.measure(assignment))
+        self.steps.append(step)
+        return step
+
+    def _policy(self, assignment: Assignment) -> PrecisionPolicy:
+        return self.candidates.policy(assignment, "measured")
+
+
+def measure_cells(sensitivity: Sensitivity, meter: Meter, cells: Sequence[tuple[int, str, str]]) -> Sensitivity:
+    """With cells ``(layer, role, codec)`` measured, in their order, as far as there is time."""
+    known = {(cell.layer, cell.role, cell.codec): cell for cell in sensitivity.cells}
+    isolated = meter.candidates.uncompressed()
+    for number, (layer, role, codec) in enumerate(cells):
+        if meter.late(CELLS_SHARE):
+            break
+        meter.tick("cells", number, len(cells))
+        cell = known.get((layer, role, codec), Cell(layer, role, codec, None, None))
+        measured = meter.measure(isolated.replaced(layer, role, codec))
+        known[layer, role, codec] = replace(cell, measured=measured)
+    return replace(sensitivity, cells=tuple(known.values()))
+
+
+def all_cells(candidates: Candidates) -> list[tuple[int, str, str]]:
+    """Every cell, the smallest codec of all layers first: with those any budget can be met that can be met at all."""
+    footprint, frame = candidates.footprint, candidates.frames[0]
+    sized = [
+        (rank, layer, role, codec)
+        for layer in footprint.shapes
+        for role in ROLES
+        for rank, codec in enumerate(
+            sorted(candidates.codecs(role), key=lambda codec: footprint.side_bytes(layer, role, codec, frame))
+        )
+    ]
+    return [(layer, role, codec) for _, layer, role, codec in sorted(sized) if codec != RAW]
+
+
+def unmeasured_cells(sensitivity: Sensitivity, solutions: Sequence[Assignment]) -> list[tuple[int, str, str]]:
+    """The cells of solutions that were not measured: first one of each layer and role of which none was.
+
+    Those that most solutions use come first.
+    """
+    measured = {(cell.layer, cell.role, cell.codec) for cell in sensitivity.cells if cell.measured is not None}
+    seen = {(layer, role) for layer, role, _ in measured}
+    used = Counter(
+        (layer, role, codec)
+        for solution in solutions
+        for layer, codecs in solution.layers.items()
+        for role, codec in zip(ROLES, codecs, strict=True)
+        if codec != RAW
+    )
+    first: list[tuple[int, str, str]] = []
+    others: list[tuple[int, str, str]] = []
+    for cell, _ in used.most_common():
+        if cell in measured:
+            continue
+        (others if cell[:2] in seen else first).append(cell)
+        seen.add(cell[:2])
+    return first + others
+
+
+def measure_frames(sensitivity: Sensitivity, meter: Meter, reference: Assignment) -> Sensitivity:
+    """With the factors of all frames, measured on one assignment."""
+    frames = meter.candidates.frames
+    base = meter.measure(replace(reference, frame=frames[0]))
+    factors = {frames[0]: 1.0}
+    for number, frame in enumerate(frames[1:], 1):
+        meter.tick("frames", number, len(frames))
+        loss = meter.measure(replace(reference, frame=frame))
+        factors[frame] = loss / base if base else 1.0
+    return replace(sensitivity, frame_factors=factors)

@@ -1,0 +1,189 @@
+"""The best policy for a budget of bytes or of loss, by any objective.
+
+cells      what each layer's keys and values lose by themselves: all, or where there are estimates those that matter
+frames     what the numbers of sinks and of recent tokens make of a loss
+solve      the best choice if losses add up, measured; and rivals
+repair     where they do not add up: corrected by what is lost in company, solved and measured again
+swap       one codec smaller, another larger, while that gains
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..errors import PolicyError, shown
+from ..policy import PrecisionPolicy
+from .allocation import allocate, curve, smallest
+from .candidates import RAW, Assignment, Candidates
+from .footprint import ROLES
+from .measuring import (
+    CELLS_SHARE,
+    Meter,
+    Objective,
+    Step,
+    Tick,
+    all_cells,
+    measure_cells,
+    measure_frames,
+    unmeasured_cells,
+)
+from .repair import FewestBytes, Goal, LeastLoss, Search
+from .sensitivity import Cell, Sensitivity
+
+SPREAD = 8  # budgets whose solutions tell which cells matter
+LARGEST = 0.6  # of them
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came out.
+
+    ``predicted`` was told before it was ``measured``, both in units of the objective, and ``agreed`` whether they
+    differ by less than a tenth; ``sensitivity`` has learned from all ``steps``, the assignments measured on the way.
+    """
+
+    policy: PrecisionPolicy
+    assignment: Assignment
+    sensitivity: Sensitivity
+    ratio: float
+    predicted: float
+    measured: float
+    agreed: bool
+    steps: tuple[Step, ...]
+
+
+def tune_policy(
+    objective: Objective,
+    candidates: Candidates,
+    budget: float | None = None,
+    *,
+    max_loss: float | None = None,
+    estimates: Mapping[tuple[int, str, str], float] | None = None,
+    sensitivity: Sensitivity | None = None,
+    fingerprint: str = "",
+    facts: Mapping[str, str] | None = None,
+    measurements: int | None = None,
+    seconds: float | None = None,
+    rivals: Sequence[PrecisionPolicy] = (),
+    name: str = "tuned",
+    tick: Tick = lambda stage, done, total: None,
+) -> Tuned:
+    """The policy that loses least by ``objective`` within ``budget``, or that takes the fewest bytes within ``max_loss``.
+
+    A budget is a share of the bytes of an uncompressed 16-bit cache, as `Footprint` counts them, and is always met.
+    The objective is called with a policy, never twice with the same.
+
+    Args:
+        objective: see there.
+        candidates: what may be chosen.
+        budget: this or ``max_loss``.
+        max_loss: the most that may be lost, in units of the objective, measured.
+        estimates: losses by layer, role and codec, of all cells that may be chosen: only what matters is measured.
+        sensitivity: of the same candidates, from an earlier run: no cell is measured.
+        fingerprint: of the model; a ``sensitivity`` must be of it.
+        facts: what else the result's sensitivity is to tell.
+        measurements: the most cells to measure.
+        seconds: after which nothing more is measured but what an answer needs.
+        rivals: policies that are measured too, where they are among the candidates and fit: the best measured wins.
+        name: the policy's.
+        tick: told of progress.
+
+    Raises `BudgetError` where no choice meets the limit, `PolicyError` on other arguments that make no sense and on
+    losses that are none.
+    """
+    goal = _goal(budget, max_loss)
+    if budget is not None:
+        allocate(_anything(candidates), budget)  # before hours of measuring
+    known = _told(candidates, estimates, sensitivity, fingerprint, facts or {})
+    meter = Meter(objective, candidates, seconds, tick)
+    if sensitivity is None:
+        known = _with_cells(known, meter, goal, measurements, estimated=estimates is not None)
+        known = measure_frames(known, meter, goal.reference(known))
+    search = Search(goal, meter, known)
+    first = search.take("first", goal.solve(known))
+    search.challenge(rivals)
+    search.repair(first)
+    search.insist()
+    search.swap()
+    best = search.best
+    assert best is not None
+    return Tuned(
+        policy=candidates.policy(best.assignment, name),
+        assignment=best.assignment,
+        sensitivity=search.sensitivity,
+        ratio=best.ratio,
+        predicted=best.predicted,
+        measured=best.measured,
+        agreed=best.agreed,
+        steps=tuple(meter.steps),
+    )
+
+
+def _goal(budget: float | None, max_loss: float | None) -> Goal:
+    if budget is not None and max_loss is None:
+        return LeastLoss(_limit("budget", budget))
+    if max_loss is not None and budget is None:
+        return FewestBytes(_limit("max_loss", max_loss))
+    raise PolicyError("tune_policy takes a budget or a max_loss: one of the two")
+
+
+def _limit(word: str, given: float) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < math.inf:
+        raise PolicyError(f"{word}: {shown(given)}; allowed: a finite number, 0 or more")
+    return float(given)
+
+
+def _anything(candidates: Candidates) -> Sensitivity:
+    """Nothing loses anything: what is feasible at all."""
+    cells = tuple(Cell(*place, 0.0, None) for place in all_cells(candidates))
+    return Sensitivity(candidates, cells, dict.fromkeys(candidates.frames, 1.0))
+
+
+def _told(
+    candidates: Candidates,
+    estimates: Mapping[tuple[int, str, str], float] | None,
+    sensitivity: Sensitivity | None,
+    fingerprint: str,
+    facts: Mapping[str, str],
+) -> Sensitivity:
+    """What is known before anything is measured."""
+    if sensitivity is not None:
+        if estimates is not None:
+            raise PolicyError("tune_policy takes estimates or a sensitivity, not both")
+        if fingerprint:
+            sensitivity.require(fingerprint)
+        if sensitivity.candidates != candidates:
+            raise PolicyError("sensitivity: of other candidates; allowed: one of the candidates that are given")
+        return replace(sensitivity, facts={**sensitivity.facts, **facts})
+    cells = []
+    for (layer, role, codec), loss in (estimates or {}).items():
+        if layer not in candidates.footprint.shapes or role not in ROLES or codec not in candidates.codecs(role):
+            raise PolicyError(f"estimates: {shown((layer, role, codec))} is none of the candidates")
+        if not 0 <= loss < math.inf:
+            raise PolicyError(f"estimates: {shown(loss)} of {(layer, role, codec)}; allowed: a finite loss, 0 or more")
+        if codec != RAW:
+            cells.append(Cell(layer, role, codec, float(loss), None))
+    return Sensitivity(candidates, tuple(cells), {candidates.frames[0]: 1.0}, fingerprint, dict(facts))
+
+
+def _with_cells(
+    known: Sensitivity, meter: Meter, goal: Goal, measurements: int | None, estimated: bool
+) -> Sensitivity:
+    """With cells measured: all, or if they are estimated those of solutions, until these are of measured ones only."""
+    if not estimated:
+        return measure_cells(known, meter, all_cells(meter.candidates)[:measurements])
+    left = len(known.cells) if measurements is None else measurements
+    while not meter.late(CELLS_SHARE):
+        least = smallest(known)
+        spread = curve(known, np.linspace(least, max(least, LARGEST), SPREAD).tolist())
+        solutions = [goal.reference(known), *(assignment for _, _, assignment in spread)]
+        cells = unmeasured_cells(known, solutions)[:left]
+        if not cells:
+            break
+        known = measure_cells(known, meter, cells)
+        left -= len(cells)
+    return known
