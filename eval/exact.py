@@ -31,6 +31,18 @@ def branch(exact: DynamicCache) -> DynamicCache:
     return twin
 
 
+def rewound(exact: DynamicCache, tokens: int) -> DynamicCache:
+    """A copy that holds only the first ``tokens`` where layers grow, and writes over what follows them there.
+
+    So of several such copies one is good at a time. Layers of other kinds (windows, …) are copied as they are.
+    """
+    twin = copy.copy(exact)
+    twin.layers = [
+        layer.rewound(tokens) if isinstance(layer, _Buffered) else copy.deepcopy(layer) for layer in exact.layers
+    ]
+    return twin
+
+
 class _Buffered(DynamicLayer):  # type: ignore[misc]  # untyped there
     """A growing layer that writes into memory it has: appending copies nothing, and leaves no holes behind."""
 
@@ -46,6 +58,13 @@ class _Buffered(DynamicLayer):  # type: ignore[misc]  # untyped there
         ]
         self.keys, self.values = (buffer[:, :, :0] for buffer in self.buffers)
         self.is_initialized = True
+
+    def rewound(self, tokens: int) -> _Buffered:
+        """The same memory, of which only the first ``tokens`` are held."""
+        twin = copy.copy(self)
+        if self.is_initialized:
+            twin.keys, twin.values = (buffer[:, :, :tokens] for buffer in self.buffers)
+        return twin
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
