@@ -24,7 +24,7 @@ from ..exact import branch
 from .tail import Tail
 
 if TYPE_CHECKING:
-    from kvquant.tuner import Candidates
+    from kvquant.tuner.candidates import Candidates
 
 SAMPLES = 6  # backward passes of each chunk
 MEMORY = 2 << 30  # bytes of gradients held at once; layers that do not fit take passes of their own
@@ -43,7 +43,7 @@ def estimates(
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Estimates:
     """Of every candidate in every layer, in ``candidates.frames[0]``; ``tick(done, total)`` as it goes."""
-    layers = list(candidates.layers)
+    layers = list(candidates.footprint.shapes)
     size = max(_gradient_bytes(tail, layer) for layer in layers) * samples * len(tail.bounds)
     parts = _batched(layers, max(1, memory // size))
     found: Estimates = {}
@@ -114,10 +114,10 @@ def _of_layer(
             errors = [_error(tail, candidates.isolated(layer, role, codec), layer, which) for codec in some]
             stacked = torch.stack(errors, dim=1)  # [heads, codecs, tokens, dim]
             sums = torch.zeros(len(some), dtype=torch.float64)
-            frame = candidates.frames[0]
+            frame, block = candidates.frames[0], candidates.footprint.block_tokens
             for start, *both in gradients:
                 # What a call of the cache at `start` finds sealed.
-                sealed = (start - frame.recent_tokens) // candidates.block_tokens * candidates.block_tokens
+                sealed = (start - frame.recent_tokens) // block * block
                 gradient = both[which][:, :sealed].float().flatten(1)
                 products = torch.bmm(stacked[:, :, :sealed].flatten(2), gradient[:, :, None])[..., 0]
                 sums += products.double().square().sum(dim=0)
