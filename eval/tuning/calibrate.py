@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 import kvquant
@@ -28,9 +30,9 @@ from .compare import compared, comparison, rivals
 from .goal import Goal
 from .objective import KLObjective
 from .passages import Passages, cut, find_texts
+from .second_order import Estimates, estimates
 from .solution import Solution, Trial, untested_row
-
-Estimates = Mapping[tuple[int, str, str], float]
+from .tail import Tail
 
 _CHUNK = 128  # tokens per forward on held-out text
 _TIGHTEN = 0.7  # of the KL limit, where perplexity rose by more than was wanted
@@ -74,10 +76,14 @@ class _Search:
 
     def run(self, known: Sensitivity | None) -> Solution:
         """The solution, without rows."""
-        estimates = _estimates(self.objective, self.candidates, self.tell) if known is None else None
-        tuned, delta = self._tuned(known, estimates)
+        estimated = None
+        if known is None:
+            estimated = _estimates(self.objective, self.candidates, self.options.seed, self.tell)
+        tuned, delta = self._tuned(known, estimated)
         goal, spent = self.options.goal, time.monotonic() - self.began
+        real = _real_ratio(self.objective.tail, tuned.policy)
         facts = self.facts | {
+            "a real cache": f"{real:.4f} of the bytes, given the text at once",
             "agreement": _agreement(tuned),
             "cost": f"{self.objective.passes:.1f} scored passes of the text, {spent:.0f} s in all",
         }
@@ -93,31 +99,31 @@ class _Search:
             measured=tuned.measured,
             trials=[Trial(step.what, step.ratio, step.measured, step.predicted) for step in tuned.steps],
             facts=facts,
-            broken=list(_broken(goal, tuned, delta)),
+            broken=list(_broken(goal, real, tuned.measured, delta)),
         )
 
-    def _tuned(self, known: Sensitivity | None, estimates: Estimates | None) -> tuple[Tuned, float | None]:
+    def _tuned(self, known: Sensitivity | None, estimated: Estimates | None) -> tuple[Tuned, float | None]:
         """What was found, and where a limit on perplexity was given by how many percent that rose."""
         goal = self.options.goal
         if goal.max_delta_ppl is None:
-            return self._found(known, estimates, goal.max_kl), None
+            return self._found(known, estimated, goal.max_kl), None
         limit = goal.max_loss
         for _ in range(_MOST_TIGHTENINGS):
-            tuned = self._found(known, estimates, limit)
+            tuned = self._found(known, estimated, limit)
             delta = delta_pct(self.objective.scores(tuned.policy))
             if delta <= goal.max_delta_ppl:
                 break
             known, limit = tuned.sensitivity, limit * _TIGHTEN
         return tuned, delta
 
-    def _found(self, known: Sensitivity | None, estimates: Estimates | None, max_loss: float | None) -> Tuned:
+    def _found(self, known: Sensitivity | None, estimated: Estimates | None, max_loss: float | None) -> Tuned:
         left = self.began + 60 * self.options.minutes - time.monotonic()
         return tune_policy(
             self.objective,
             self.candidates,
             self.options.goal.budget,
             max_loss=max_loss,
-            estimates=estimates if known is None else None,
+            estimates=estimated if known is None else None,
             sensitivity=known,
             fingerprint=self.fingerprint,
             facts=self.facts,
@@ -150,20 +156,26 @@ def _verified(solution: Solution, loaded: LoadedModel, passages: Passages, talk:
     sweep = comparison(loaded, passages.held_out, solution, settings)
     with talk.progress(f"{len(sweep.policies)} policies on held-out text", sweep.forwards()) as tick:
         rows = compared(solution, list(sweep.rows(tick)))
-    broken, ours, budget = list(solution.broken), rows[0], solution.goal.budget
-    if ours.status != "ok":
-        broken.append(f"on held-out text the policy {ours.status}: {ours.reason}")
-    if budget is not None and ours.kv_ratio is not None and ours.kv_ratio > budget:
-        broken.append(f"{ours.kv_ratio:.4f} of the bytes measured, over the budget of {budget:g}")
-    return replace(solution, rows=rows, broken=broken)
+    if rows[0].status == "ok":
+        return solution.with_rows(rows)
+    return replace(solution, rows=rows, broken=[*solution.broken, f"held-out text: {rows[0].reason}"])
 
 
-def _broken(goal: Goal, tuned: Tuned, delta: float | None) -> Iterator[str]:
-    """What of a goal does not hold on the calibration text."""
-    if goal.budget is not None and tuned.ratio > goal.budget:
-        yield f"{tuned.ratio:.4f} of the bytes, over the budget of {goal.budget:g}"
-    if goal.max_kl is not None and tuned.measured > goal.max_kl:
-        yield f"KL {tuned.measured:.3g} measured, over {goal.max_kl:g}"
+def _real_ratio(tail: Tail, policy: PrecisionPolicy) -> float:
+    """The share of the 16-bit bytes that a real cache takes for the whole text."""
+    cache = kvquant.KVQuantCache(policy.resolve(tail.model), tail.model.config)
+    with torch.no_grad():
+        for layer in cache.compressed():
+            cache.update(*tail.held(layer.index), layer.index)
+    return cache.stats().kv_ratio
+
+
+def _broken(goal: Goal, ratio: float, kl: float, delta: float | None) -> Iterator[str]:
+    """What of a goal does not hold on the calibration text, as measured."""
+    if goal.budget is not None and ratio > goal.budget:
+        yield f"{ratio:.4f} of the bytes measured, over the budget of {goal.budget:g}"
+    if goal.max_kl is not None and kl > goal.max_kl:
+        yield f"KL {kl:.3g} measured, over {goal.max_kl:g}"
     if goal.max_delta_ppl is not None and delta is not None and delta > goal.max_delta_ppl:
         yield f"perplexity up by {delta:.2f} % on the calibration text, over {goal.max_delta_ppl:g} %"
 
@@ -175,8 +187,10 @@ def _objective(loaded: LoadedModel, ids: Tensor, score_tokens: int, tell: Tell) 
     return KLObjective(loaded.model, ids, score_tokens, tick)
 
 
-def _estimates(objective: KLObjective, candidates: Candidates, tell: Tell) -> Estimates:
-    return objective.estimates(candidates, partial(tell, "estimates"))
+def _estimates(objective: KLObjective, candidates: Candidates, seed: int, tell: Tell) -> Estimates:
+    """Of all cells but those that are no numbers: what overflows is not chosen."""
+    found = estimates(objective.tail, candidates, seed=seed, tick=partial(tell, "estimates"))
+    return {cell: loss for cell, loss in found.items() if math.isfinite(loss)}
 
 
 def _agreement(tuned: Tuned) -> str:

@@ -26,9 +26,9 @@ def header(solution: Solution, command: str) -> list[str]:
         *_held_out(solution),
         *(f"NOT MET: {words}" for words in solution.broken),
         "",
-        f"Of each entry: the layers' ranks by KL under {typical_width(solution.sensitivity)} bits, 1 the most "
-        "sensitive; their part of the predicted KL;",
-        "and what the next codecs worth their bytes would change, in KL and in parts of all bytes at 16 bits.",
+        f"Of each entry: its layers' ranks by KL under {typical_width(solution.sensitivity)} bits, 1 the most "
+        "sensitive; their part of KL, by all",
+        "that was measured; what the next codecs worth their bytes would change, in KL and in all bytes at 16 bits.",
     ]
 
 

@@ -107,7 +107,7 @@ def _readme(outcome: Outcome) -> str:
         [
             f"# Tuned policy `{solution.policy.name}`",
             "",
-            f"{str(solution.goal).capitalize()} at {footprint.context} tokens.",
+            f"Tuned for {solution.goal}, at {footprint.context} tokens.",
             "",
             "```sh",
             printable(outcome.command),
@@ -125,7 +125,7 @@ def _readme(outcome: Outcome) -> str:
             *_layers(solution),
             "",
             "Bits are those of an element of a sealed block, parameters included. Rank 1 is the most sensitive layer. "
-            "KL is the layer's part of the predicted KL.",
+            "KL is the layer's part of it, as all that was measured tells.",
             "",
             "## Less or more bytes",
             "",
