@@ -1,9 +1,9 @@
 """The multiple-choice knapsack: of each group one item, the least cost within a limit of weight, exactly.
 
-A Lagrangian bound first tells which items cannot be part of a solution (Sinha and Zoltners, 1979): of thousands, tens
-are left, and HiGHS decides among them, through SciPy. What it is given is counted in units of the gap between the
-bound and the best solution known so far: costs may differ by many orders of magnitude without coming near its
-tolerances.
+A price of weight gives a solution, and a bound on what any other costs. The bound tells which items cannot be part of
+a better one (Sinha and Zoltners, 1979): of thousands, tens are left. Among these, group after group, those partial
+sums are kept that no other beats in both cost and weight (Nemhauser and Ullmann, 1969) and that the bound allows.
+Costs may differ by any number of orders of magnitude: nothing here has a tolerance but the rounding of floats.
 """
 
 from __future__ import annotations
@@ -11,20 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ..errors import UnsupportedError
 
 Numbers = NDArray[np.float64]
 Picks = NDArray[np.int64]
 """The item picked from each group ``[groups]``."""
 
 ROUNDING = 1e-12  # relative: what sums of floats may be off by
-UNITS = 1e4  # that a gap is for the solver, whose tolerances are 1e-6
-TIE = 1e-8  # units of cost that a unit of weight counts, so that of equals the lightest is found
+WIDENING = tuple(4.0**power for power in range(-8, 1))  # of the gap in which solutions are looked for
+MOST_SUMS = 1 << 15  # kept; more takes costs that are all but proportional to weights without a common measure
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,12 @@ class Knapsack:
             return None
         if gap <= ROUNDING * cost:
             return picks
-        priced = self.costs + price * self.weights
-        kept = priced - priced.min(1, keepdims=True) <= gap + ROUNDING * cost  # what others cost more in any solution
-        return self._decided(kept, picks, limit, gap) if (kept.sum(1) > 1).any() else picks
+        for part in WIDENING:  # most solutions come near the bound: then few items, and few sums, are of interest
+            within = part * gap + ROUNDING * cost
+            picks = self._decided(picks, limit, price, within)
+            if self.totals(picks)[0] <= cost - gap + within:
+                break
+        return picks
 
     def _relaxed(self, limit: float) -> tuple[Picks, float] | None:
         """The cheapest items at a price of weight, the lowest at which they are within ``limit``, and the price."""
@@ -90,42 +90,31 @@ class Knapsack:
             low, high = (low, middle) if fits(at(middle)) else (middle, high)
         return at(high), high
 
-    def _decided(self, kept: NDArray[np.bool_], picks: Picks, limit: float, gap: float) -> Picks:
-        """The best solution of ``kept`` items, at least as good as ``picks``, which leave some of the limit."""
-        optimize, sparse = _scipy()
-        rows, items = np.nonzero(kept)
-        chosen = picks[rows]
-        cost, weight = self.totals(picks)
-        costs = UNITS * (self.costs[rows, items] - self.costs[rows, chosen]) / gap
-        weights = UNITS * (self.weights[rows, items] - self.weights[rows, chosen]) / (limit - weight)
-        one_each = sparse.csr_array((np.ones(len(rows)), (rows, np.arange(len(rows)))))
-        room = UNITS
-        while True:
-            limits = [
-                optimize.LinearConstraint(one_each, 1, 1),
-                optimize.LinearConstraint(weights[None], ub=room),
+    def _decided(self, picks: Picks, limit: float, price: float, gap: float) -> Picks:
+        """The best solution, which is ``picks`` or costs less by up to ``gap`` and the price of what weight it saves."""
+        priced = self.costs + price * self.weights
+        regret = priced - priced.min(1, keepdims=True)  # by how much an item raises the bound
+        lightest = np.where(np.isinf(self.costs), np.inf, self.weights).min(1)
+        costs, weights, regrets = np.zeros((3, 1))  # of partial sums
+        trail = []  # of each group, where its sums come from: which one before, and which item
+        for row in range(len(picks)):
+            items = np.flatnonzero(regret[row] <= gap)
+            sums = [
+                (before[:, None] + table[row, items]).ravel()
+                for before, table in ((costs, self.costs), (weights, self.weights), (regrets, regret))
             ]
-            solved = optimize.milp(
-                costs + TIE * weights,
-                integrality=np.ones(len(rows)),
-                bounds=optimize.Bounds(0, 1),
-                constraints=limits,
-                options={"mip_rel_gap": 0, "presolve": False},
-            )
-            if solved.x is None:
-                return picks
-            taken = solved.x > 0.5
+            rest = lightest[row + 1 :].sum()
+            open_ = np.flatnonzero((sums[2] <= gap) & (sums[1] + rest <= limit * (1 + ROUNDING)))
+            order = open_[np.lexsort((sums[1][open_], sums[0][open_]))]
+            least = np.minimum.accumulate(sums[1][order])
+            order = order[np.concatenate(([True], sums[1][order][1:] < least[:-1]))]
+            order = order[:: -(-len(order) // MOST_SUMS)]
+            costs, weights, regrets = (numbers[order] for numbers in sums)
+            trail.append((order // len(items), items[order % len(items)]))
+        for state in range(len(costs)):
             found = np.array(picks)
-            found[rows[taken]] = items[taken]
-            total = self.totals(found)
-            if total[1] <= limit:
-                return found if total < (cost, weight) else picks
-            room -= 2 * UNITS * (total[1] - limit) / (limit - weight)  # what the solver's tolerance let through
-
-
-def _scipy() -> Any:
-    try:
-        from scipy import optimize, sparse
-    except ImportError:
-        raise UnsupportedError("allocation needs SciPy: pip install 'kvquant[tune]'") from None
-    return optimize, sparse
+            for row, (parents, items) in reversed([*enumerate(trail)]):
+                found[row], state = items[state], parents[state]
+            if self.totals(found)[1] <= limit:
+                return min(picks, found, key=self.totals)
+        return picks

@@ -72,7 +72,7 @@ def tune_policy(
     name: str = "tuned",
     tick: Tick = lambda stage, done, total: None,
 ) -> Tuned:
-    """The policy that loses least by ``objective`` within ``budget``, or that takes the fewest bytes within ``max_loss``.
+    """The policy that loses least by an objective within ``budget``, or takes the fewest bytes within ``max_loss``.
 
     A budget is a share of the bytes of an uncompressed 16-bit cache, as `Footprint` counts them, and is always met.
     The objective is called with a policy, never twice with the same.
