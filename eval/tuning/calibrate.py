@@ -17,7 +17,7 @@ import kvquant
 from kvquant import PrecisionPolicy
 from kvquant.tuner.candidates import Candidates
 from kvquant.tuner.sensitivity import Sensitivity
-from kvquant.tuner.tune import Tuned, tune_policy
+from kvquant.tuner.tune import Tuned, require_feasible, tune_policy
 
 from ..errors import InputError
 from ..models import LoadedModel, check_causal, load
@@ -53,6 +53,8 @@ def calibrated(options: Options, known: Sensitivity | None, talk: Talk) -> Solut
         known.require(fingerprint)
     passages = cut(loaded, text, other, context, options.verify)
     candidates = known.candidates if known else Candidates.of(loaded.model, context, codecs=options.codecs)
+    if options.goal.budget is not None:
+        require_feasible(candidates, options.goal.budget)
     facts = _facts(loaded, fingerprint, passages, options)
     with talk.stages() as tell, frequencies_of(loaded.model, context):
         objective = _objective(loaded, passages.calibration, options.score_tokens, tell)

@@ -126,9 +126,9 @@ def _check(options: Options, known: Sensitivity | None) -> None:
             raise InputError(f"--codecs: {name!r} is no codec; allowed: {', '.join(codec_names())}")
     if options.held_out and not options.verify:
         raise InputError("--held-out: not read with --no-verify; allowed: only one of the two")
-    if options.out is not None:
-        outputs.prepare(options.out)
     try:
         PrecisionPolicy(name=options.name, default={"key": "fp16", "value": "fp16"})
     except KVQuantError as error:
         raise InputError(f"--out: {options.out}: the policy's {error}") from error
+    if options.out is not None:
+        outputs.prepare(options.out)

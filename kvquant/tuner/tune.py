@@ -97,7 +97,7 @@ def tune_policy(
     """
     goal = _goal(budget, max_loss)
     if budget is not None:
-        allocate(_anything(candidates), budget)  # before hours of measuring
+        require_feasible(candidates, budget)
     known = _told(candidates, estimates, sensitivity, fingerprint, facts or {})
     meter = Meter(objective, candidates, seconds, tick)
     if sensitivity is None:
@@ -123,6 +123,12 @@ def tune_policy(
     )
 
 
+def require_feasible(candidates: Candidates, budget: float) -> None:
+    """`BudgetError` where no choice is so small: to be known before hours of measuring."""
+    cells = tuple(Cell(*place, 0.0, None) for place in all_cells(candidates))
+    allocate(Sensitivity(candidates, cells, dict.fromkeys(candidates.frames, 1.0)), budget)
+
+
 def _goal(budget: float | None, max_loss: float | None) -> Goal:
     if budget is not None and max_loss is None:
         return LeastLoss(_limit("budget", budget))
@@ -135,12 +141,6 @@ def _limit(word: str, given: float) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < math.inf:
         raise PolicyError(f"{word}: {shown(given)}; allowed: a finite number, 0 or more")
     return float(given)
-
-
-def _anything(candidates: Candidates) -> Sensitivity:
-    """Nothing loses anything: what is feasible at all."""
-    cells = tuple(Cell(*place, 0.0, None) for place in all_cells(candidates))
-    return Sensitivity(candidates, cells, dict.fromkeys(candidates.frames, 1.0))
 
 
 def _told(

@@ -211,13 +211,13 @@ WRONG: dict[str, tuple[list[str], dict[str, str | None], str]] = {
     "missing model": (["--budget", "0.3"], {"model": "./none"}, "no such file or folder"),
     "no context": (["--budget", "0.3"], {"context": None}, "--context: missing"),
     "long context": (["--budget", "0.3"], {"context": "8K"}, "model's limit, 4096"),
-    "short context": (["--budget", "0.3"], {"context": "300"}, "--context"),
+    "short context": (["--max-kl", "0.3"], {"context": "300"}, "--context"),
     "bad context": (["--budget", "0.3"], {"context": "2X"}, "--context: '2X'"),
     "all scored": (["--budget", "0.3"], {"score_tokens": "2K"}, "--context"),
     "unknown codec": (
         ["--budget", "0.3"],
         {"codecs": "int4,int5"},
-        "--codecs: 'int5' is no codec; allowed: fp16, int8",
+        "--codecs: 'int5' is no codec; allowed: fp16",
     ),
     "no codecs": (["--budget", "0.3"], {"codecs": ","}, "--codecs"),
     "no time": (["--budget", "0.3"], {"minutes": "0"}, "--minutes: '0'"),
@@ -225,7 +225,7 @@ WRONG: dict[str, tuple[list[str], dict[str, str | None], str]] = {
     "missing held-out": (["--budget", "0.3"], {"held_out": "none.txt"}, "--held-out: none.txt: No such file"),
     "idle held-out": (["--budget", "0.3", "--no-verify"], {"held_out": "x"}, "--held-out: not read with --no-verify"),
     "not yaml": (["--budget", "0.3", "--out", "tuned"], {}, "ending in .yaml"),
-    "bad name": (["--budget", "0.3", "--out", " x.yaml"], {}, "--out:  x.yaml: the policy's name"),
+    "bad name": (["--budget", "0.3", "--out", " x.yaml"], {}, "--out: x.yaml: the policy's name"),
     "stray word": (["--budget", "0.3", "extra"], {}, "extra"),
 }
 
@@ -236,6 +236,7 @@ def test_bad_input_gets_one_line_and_exit_2(place: Path, capsys: Capture, case: 
     assert tune(place, *more, **changes) == 2
     _one_complaint(capsys, says)
     assert not Path("tuned").exists()
+    assert not Path(" x").exists()
 
 
 def test_texts_that_are_too_short_or_the_same(place: Path, capsys: Capture) -> None:
