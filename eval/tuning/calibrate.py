@@ -141,7 +141,7 @@ class _Search:
             self.tell(stage, done, total)
         else:
             limit = 60 * self.options.minutes
-            self.tell(f"{stage}, in the time left", min(limit, time.monotonic() - self.began), limit)
+            self.tell("trying whole policies, at most", min(limit, time.monotonic() - self.began), limit)
 
 
 def delta_pct(scores: Scores) -> float:

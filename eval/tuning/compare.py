@@ -28,7 +28,7 @@ class _Rival:
 
 def rivals(model: Any) -> list[PrecisionPolicy]:
     """The presets that can serve a model, but for those that were tuned, for this one or another."""
-    return [policy for policy in map(PrecisionPolicy.load, _untuned()) if _serves(model, policy)]
+    return [policy for policy in map(PrecisionPolicy.load, untuned_presets()) if _serves(model, policy)]
 
 
 def comparison(loaded: LoadedModel, ids: Tensor, solution: Solution, settings: Settings) -> Sweep:
@@ -56,7 +56,8 @@ def compared(solution: Solution, rows: Sequence[Row]) -> list[TuneRow]:
     return [tuned, *(widened(row) for row in others)]
 
 
-def _untuned() -> Iterator[str]:
+def untuned_presets() -> Iterator[str]:
+    """Names of presets that `kvquant tune` has not made."""
     for name in preset_names():
         text = resources.files("kvquant.presets").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
         if not is_tuned(text):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvquant import get_codec
+from kvquant.tuner.candidates import RAW
+from kvquant.tuner.footprint import ROLES
 
 from ..front import pareto_front
 
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
     from kvquant.tuner.candidates import Assignment
     from kvquant.tuner.sensitivity import Sensitivity
 
-ROLES = ("key", "value")
-_TYPICAL_WIDTH = 4  # bits: what layers are compared at
+TYPICAL_BITS = 4  # of codes, or what is nearest: layers are compared at these
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def choices(sensitivity: Sensitivity, assignment: Assignment) -> dict[tuple[int,
     """Every choice of an assignment, by layer and role."""
     ranks = {role: _ranks(sensitivity, role) for role in ROLES}
     return {
-        (layer, role): _choice(sensitivity, assignment, layer, role, ranks[role].get(layer, 0))
+        (layer, role): _choice(sensitivity, assignment, layer, role, ranks[role][layer])
         for layer in sorted(assignment.layers)
         for role in ROLES
     }
@@ -84,20 +85,23 @@ def losses_at(sensitivity: Sensitivity, role: str, bits_of_code: int) -> dict[in
     return {layer: min(losses) for layer, losses in found.items() if losses}
 
 
-def widths(sensitivity: Sensitivity) -> list[int]:
+def widths(sensitivity: Sensitivity, role: str) -> list[int]:
     """The widths of lossy codes that the candidates have, ascending."""
-    names = {*sensitivity.candidates.key, *sensitivity.candidates.value} - {"fp16"}
-    return sorted({found for name in names if (found := width(name)) is not None})
+    names = sensitivity.candidates.codecs(role)
+    return sorted({found for name in names if name != RAW and (found := width(name)) is not None})
 
 
-def typical_width(sensitivity: Sensitivity) -> int:
+def typical_width(sensitivity: Sensitivity, role: str) -> int:
     """The width nearest to 4 bits that the candidates have."""
-    return min(widths(sensitivity), key=lambda bits: abs(bits - _TYPICAL_WIDTH), default=_TYPICAL_WIDTH)
+    return min(widths(sensitivity, role), key=lambda bits: abs(bits - TYPICAL_BITS), default=TYPICAL_BITS)
 
 
 def _ranks(sensitivity: Sensitivity, role: str) -> Mapping[int, int]:
-    losses = losses_at(sensitivity, role, typical_width(sensitivity))
-    return {layer: rank for rank, layer in enumerate(sorted(losses, key=lambda layer: -losses[layer]), start=1)}
+    """By layer, from 1; one of which nothing is known, for it overflows, is the most sensitive."""
+    losses = losses_at(sensitivity, role, typical_width(sensitivity, role))
+    layers = sorted(sensitivity.candidates.footprint.shapes)
+    ranked = sorted(layers, key=lambda layer: losses.get(layer, math.inf), reverse=True)
+    return {layer: rank for rank, layer in enumerate(ranked, start=1)}
 
 
 def _choice(sensitivity: Sensitivity, assignment: Assignment, layer: int, role: str, rank: int) -> Choice:

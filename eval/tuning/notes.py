@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvquant.tuner.footprint import ROLES
+
 from ..table import number
-from .explain import ROLES, Choice, Option, choices, typical_width
+from .explain import TYPICAL_BITS, Choice, Option, choices
 from .solution import Solution
 
 DEFAULT = "default"  # the entry of layers that no selector names
@@ -26,9 +28,9 @@ def header(solution: Solution, command: str) -> list[str]:
         *_held_out(solution),
         *(f"NOT MET: {words}" for words in solution.broken),
         "",
-        f"Of each entry: its layers' ranks by KL under {typical_width(solution.sensitivity)} bits, 1 the most "
-        "sensitive; their part of KL, by all",
-        "that was measured; what the next codecs worth their bytes would change, in KL and in all bytes at 16 bits.",
+        f"Of each entry: its layers' ranks by KL at {TYPICAL_BITS} bits or the nearest, 1 the most sensitive; what "
+        "they add to KL,",
+        "by all that was measured; what the next codecs worth their bytes would change, in KL and in all bytes.",
     ]
 
 
@@ -84,7 +86,7 @@ def _entry_notes(solution: Solution, found: dict[tuple[int, str], Choice], layer
         mine = [found[layer, role] for layer in layers]
         loss = sum(choice.chosen.kl for choice in mine)
         ranks = spans(sorted(choice.rank for choice in mine))
-        yield f"{called[role]}: rank {ranks} of {len(solution.assignment.layers)}, KL {loss:.1e}"
+        yield f"{called[role]}: rank {ranks} of {len(solution.assignment.layers)}, KL {loss:.2g}"
         if changes := [words for direction in ("cheaper", "dearer") if (words := _change(direction, mine))]:
             yield f"  {'; '.join(changes)}"
 
@@ -100,4 +102,4 @@ def _change(direction: str, mine: Sequence[Choice]) -> str:
     kl = sum(other.kl - chosen.kl for chosen, other in steps)
     ratio = sum(other.ratio - chosen.ratio for chosen, other in steps)
     what = next(iter(names)) if len(names) == 1 else f"the next {direction}"
-    return f"{what}: KL {kl:+.1e}, bytes {ratio:+.4f}"
+    return f"{what}: KL {kl:+.2g}, bytes {ratio:+.4f}"

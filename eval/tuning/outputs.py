@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvquant import PrecisionPolicy
+from kvquant.tuner.footprint import ROLES
 
 from ..errors import InputError, printable
 from ..files import prepare_folder, replace_file, to_json
 from ..markdown import provenance, rows_table, table
 from ..options import make_writable
-from .explain import ROLES, bits, choices
+from .explain import bits, choices
 from .notes import DEFAULT, header, layer_notes
 from .solution import Outcome, Solution
 

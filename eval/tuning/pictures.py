@@ -8,18 +8,18 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
 
+from kvquant.tuner.footprint import ROLES
+
 from ..look import COLORS, draw, drawable, dress, legend_below, new_figure, plain, png
 from ..plot import Point as Labelled
 from ..plot import label_points
-from .explain import ROLES, bits, losses_at, typical_width, widths
+from .explain import bits, losses_at, typical_width, widths
 from .solution import Point, Solution
 
 _BAR = 0.38  # of the room of a layer, for each of two
 _MOST_TICKS = 16
 _LOOKS = dict(zip(ROLES, ((COLORS[0], "o"), (COLORS[1], "s")), strict=True))
 _LINES = ("-", "--")
-
-Series = list[tuple[Artist, str]]
 
 
 def layers_picture(solution: Solution) -> bytes:
@@ -33,7 +33,7 @@ def layers_picture(solution: Solution) -> bytes:
     lower.set_yscale("log")
     lower.set_ylabel("KL, nats per token")
     lower.set_xlabel("layer")
-    dress(lower, "Sensitivity: KL with only that layer's keys or values compressed")
+    dress(lower, "Sensitivity: what a layer's keys or values would add to KL")
     lower.xaxis.set_major_locator(MultipleLocator(max(1, -(-len(layers) // _MOST_TICKS))))
     lower.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _layer_at(layers, at)))
     lower.set_xlim(-0.7, len(layers) - 0.3)
@@ -72,7 +72,7 @@ def _bars(axes: Axes, solution: Solution, layers: Sequence[int]) -> Iterator[tup
 def _losses(axes: Axes, solution: Solution, layers: Sequence[int]) -> Iterator[tuple[Artist, str]]:
     for role in ROLES:
         color, marker = _LOOKS[role]
-        for width, line in zip(_two_widths(solution), _LINES, strict=False):
+        for width, line in zip(_two_widths(solution, role), _LINES, strict=False):
             losses = losses_at(solution.sensitivity, role, width)
             shown = [(layers.index(layer), kl) for layer, kl in losses.items() if drawable(kl) and kl > 0]
             if shown:
@@ -133,9 +133,10 @@ def _on_held_out(axes: Axes, points: Sequence[Labelled]) -> Iterator[tuple[Artis
             yield markers, name
 
 
-def _two_widths(solution: Solution) -> list[int]:
+def _two_widths(solution: Solution, role: str) -> list[int]:
     """The typical width of codes, and the least."""
-    return list(dict.fromkeys((typical_width(solution.sensitivity), *widths(solution.sensitivity)[:1])))
+    found = widths(solution.sensitivity, role)
+    return list(dict.fromkeys((typical_width(solution.sensitivity, role), *found[:1])))
 
 
 def _layer_at(layers: Sequence[int], at: float) -> str:

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from kvquant import PrecisionPolicy, preset_names
+from kvquant import PrecisionPolicy
 from kvquant.tuner.sensitivity import Sensitivity
 from kvquant_eval.__main__ import main
 from kvquant_eval.rows import Row
 from kvquant_eval.tuning.calibrate import _broken
+from kvquant_eval.tuning.compare import untuned_presets
 from kvquant_eval.tuning.goal import Goal
 
 from .tiny import SAMPLE, tiny_llama, tiny_tokenizer
@@ -107,7 +108,7 @@ def test_rows_are_of_the_policy_and_the_presets_on_held_out_text(place: Path) ->
     assert losses == sorted(losses, reverse=True)
     assert min(trial["measured"] for trial in document["trials"]) <= document["rows"][0]["measured"]
     tuned, *presets = document["rows"]
-    assert {row["policy"] for row in presets} == set(preset_names())
+    assert {row["policy"] for row in presets} == set(untuned_presets())
     for row in document["rows"]:
         assert {each.name for each in fields(Row)} < set(row)
         assert (row["status"], row["protocol"], row["context"]) == ("ok", "prefill", CONTEXT)
