@@ -13,11 +13,10 @@ from .errors import InputError
 from .terminal import EXIT_OK, EXIT_ROWS, JSON_HELP, MODEL_HELP, DType, only_our_output
 
 TUNE_HELP = """The best codec for each layer's keys and values: the least KL from the uncompressed cache in a budget
-of bytes, or the fewest bytes for a limit on KL or perplexity.
-
-What each layer loses under each codec is measured on the model and the text; the choice among them is exact, and
-measured again as a whole. Beside the policy goes a folder with what was measured, from which policies for other
-budgets follow in a second, and how the policy compares with the presets on held-out text.
+of bytes, or the fewest bytes for a limit on KL or perplexity. What each layer loses under each codec is measured on
+the model and the text; the choice among them is exact, and measured again as a whole. Beside the policy goes a folder
+with what was measured, from which policies for other budgets follow in seconds, and how the policy compares with the
+presets on held-out text. Exit status 1 if the goal was not met when it was verified.
 
 [bold]Examples[/bold]
 
@@ -26,8 +25,6 @@ budgets follow in a second, and how the policy compares with the presets on held
   kvquant tune --from tuned/sensitivity.json --budget 0.2 --out smaller.yaml
 
   kvquant tune --model ./my-model --text a.txt --held-out b.txt --context 4K --max-kl 0.005 --out tuned.yaml
-
-Exit status 1 if the goal was not met when it was verified.
 """
 _NEED_MODEL = ("text", "held_out", "tokens", "score_tokens", "dtype", "minutes", "no_verify", "seed")
 

@@ -140,7 +140,7 @@ def _readme(outcome: Outcome) -> str:
             "",
             *provenance(outcome.date, outcome.versions, outcome.machine, solution.facts),
             "",
-            f"`kvquant tune --from {SENSITIVITY} --budget …` gives the policy for another budget in a second, without "
+            f"`kvquant tune --from {SENSITIVITY} --budget …` gives the policy for another budget in seconds, without "
             "the model.",
             "",
         ]
