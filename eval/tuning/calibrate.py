@@ -81,13 +81,13 @@ class _Search:
         estimated = None
         if known is None:
             estimated = _estimates(self.objective, self.candidates, self.options.seed, self.tell)
+        estimating = time.monotonic() - self.began
         tuned, delta = self._tuned(known, estimated)
-        goal, spent = self.options.goal, time.monotonic() - self.began
-        real = _real_ratio(self.objective.tail, tuned.policy)
+        goal, real = self.options.goal, _real_ratio(self.objective.tail, tuned.policy)
         facts = self.facts | {
             "a real cache": f"{real:.4f} of the bytes, given the text at once",
             "agreement": _agreement(tuned),
-            "cost": f"{self.objective.passes:.1f} scored passes of the text, {spent:.0f} s in all",
+            "cost": self._cost(estimating),
         }
         if delta is not None:
             facts["perplexity on the calibration text"] = f"{delta:+.2f} %"
@@ -133,6 +133,13 @@ class _Search:
             name=self.options.name,
             rivals=self.rivals,
             tick=self._tick,
+        )
+
+    def _cost(self, estimating: float) -> str:
+        one = self.objective.tail.exact_seconds
+        return (
+            f"in scored passes of the whole text: estimates {estimating / one:.1f}, policies "
+            f"{self.objective.passes:.1f}; {time.monotonic() - self.began:.0f} s in all"
         )
 
     def _tick(self, stage: str, done: int, total: int) -> None:
