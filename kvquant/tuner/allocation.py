@@ -41,8 +41,10 @@ def allocate(sensitivity: Sensitivity, budget: float) -> Assignment:
     limit = _whole_bytes(budget, sensitivity.candidates.footprint.baseline)
     chosen = _best(sensitivity, lambda option: (option.losses, option.nbytes), limit)
     if chosen is None:
-        least = math.ceil(smallest(sensitivity) * 10**DIGITS) / 10**DIGITS
-        raise BudgetError(f"budget {budget:g}: no choice is so small; allowed: {least:.{DIGITS}f} and more")
+        least = smallest(sensitivity)
+        told = round(least, DIGITS)
+        told += (told < least) * 10**-DIGITS
+        raise BudgetError(f"budget {budget:g}: no choice is so small; allowed: {told:.{DIGITS}f} and more")
     return chosen
 
 

@@ -51,7 +51,7 @@ class _Cell(_Part):
 
 
 class _File(_Part):
-    format: Literal[1]
+    format: int
     fingerprint: str
     facts: dict[str, str]
     context: int = Count
@@ -82,8 +82,8 @@ def written(sensitivity: Sensitivity) -> str:
             {"layer": layer, "heads": heads, "key_channels": key, "value_channels": value}
             for layer, (heads, key, value) in footprint.shapes.items()
         ],
-        "key": candidates.key,
-        "value": candidates.value,
+        "key": list(candidates.key),
+        "value": list(candidates.value),
         "frames": [vars(frame) | {"factor": sensitivity.frame_factors.get(frame)} for frame in candidates.frames],
         "corrections": [
             {"layer": layer, "role": role, "factor": factor}
@@ -94,7 +94,7 @@ def written(sensitivity: Sensitivity) -> str:
             for cell in sensitivity.cells
         ],
     }
-    return _dumped({"digest": _digest(content)} | content)
+    return "{\n" + ",\n".join(map(_line, ({"digest": _digest(content)} | content).items())) + "\n}\n"
 
 
 def read(text: str, source: str) -> Sensitivity:
@@ -116,8 +116,8 @@ def _read(text: str) -> Sensitivity:
         raise PolicyError(f"not JSON: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise PolicyError("not a sensitivity file, which is a JSON object")
-    if content.get("format") != FORMAT:
-        raise PolicyError(f"format: {shown(content.get('format'))}; this release reads format {FORMAT}")
+    if type(version := content.get("format")) is not int or version != FORMAT:
+        raise PolicyError(f"format: {shown(version)}; this release reads format {FORMAT}")
     told = content.pop("digest", None)
     file = _File.model_validate(content)
     if told != _digest(content):
@@ -130,8 +130,16 @@ def _read(text: str) -> Sensitivity:
     )
     frames = {Frame(part.sink_tokens, part.recent_tokens, part.key_bias): part.factor for part in file.frames}
     candidates = Candidates(footprint, tuple(file.key), tuple(file.value), tuple(frames), file.latent)
+    for what, given, kept in (
+        ("shapes", file.shapes, footprint.shapes),
+        ("frames", file.frames, frames),
+        ("cells", file.cells, {(cell.layer, cell.role, cell.codec) for cell in file.cells}),
+        ("corrections", file.corrections, {(part.layer, part.role) for part in file.corrections}),
+    ):
+        if len(given) != len(kept):
+            raise PolicyError(f"{what}: one is told twice")
     for number, cell in enumerate(file.cells):
-        _check(candidates, f"cells.{number}", cell)
+        _check_cell(candidates, f"cells.{number}", cell)
     for number, correction in enumerate(file.corrections):
         _check_layer(candidates, f"corrections.{number}", correction.layer)
     return Sensitivity(
@@ -144,7 +152,7 @@ def _read(text: str) -> Sensitivity:
     )
 
 
-def _check(candidates: Candidates, place: str, cell: _Cell) -> None:
+def _check_cell(candidates: Candidates, place: str, cell: _Cell) -> None:
     _check_layer(candidates, place, cell.layer)
     if cell.codec == RAW or cell.codec not in candidates.codecs(cell.role):
         raise PolicyError(f"{place}.codec: {shown(cell.codec)} is none of the {cell.role} codecs that lose anything")
@@ -164,6 +172,12 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.blake2b(_dumped(content).encode(), digest_size=16).hexdigest()
 
 
+def _line(entry: tuple[str, Any]) -> str:
+    """An entry of an object as JSON; of a list, one line each."""
+    name, value = entry
+    told = "[\n  " + ",\n  ".join(map(_dumped, value)) + "\n]" if isinstance(value, list) else _dumped(value)
+    return f"{_dumped(name)}: {told}"
+
+
 def _dumped(content: Any) -> str:
-    """JSON with a line for each entry of a list."""
     return json.dumps(content, ensure_ascii=False, allow_nan=False)

@@ -61,7 +61,7 @@ class Knapsack:
             return None
         if gap <= ROUNDING * cost:
             return picks
-        for part in WIDENING:  # most solutions come near the bound: then few items, and few sums, are of interest
+        for part in WIDENING:  # most solutions come near the bound: few items, and few sums, can be part of one
             within = part * gap + ROUNDING * cost
             picks = self._decided(picks, limit, price, within)
             if self.totals(picks)[0] <= cost - gap + within:
@@ -91,7 +91,7 @@ class Knapsack:
         return at(high), high
 
     def _decided(self, picks: Picks, limit: float, price: float, gap: float) -> Picks:
-        """The best solution, which is ``picks`` or costs less by up to ``gap`` and the price of what weight it saves."""
+        """The best solution there is of items that raise the bound by ``gap`` at most, as ``picks`` do by nothing."""
         priced = self.costs + price * self.weights
         regret = priced - priced.min(1, keepdims=True)  # by how much an item raises the bound
         lightest = np.where(np.isinf(self.costs), np.inf, self.weights).min(1)

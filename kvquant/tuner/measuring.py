@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
 from ..errors import PolicyError, shown
 from ..policy import PrecisionPolicy
@@ -39,6 +40,14 @@ class Step:
         return abs(self.predicted - self.measured) <= 0.1 * self.measured
 
 
+def amount(what: str, given: object) -> float:
+    """A loss, or a budget; `PolicyError` where it is none."""
+    number = float(given) if isinstance(given, Real) and not isinstance(given, bool) else math.nan
+    if not 0 <= number < math.inf:
+        raise PolicyError(f"{what}: {shown(given)}; allowed: a finite number, 0 or more")
+    return number
+
+
 class Meter:
     """Asks an objective for at most ``seconds``, and keeps what it said; ``steps`` are of whole assignments."""
 
@@ -64,10 +73,7 @@ class Meter:
         policy = self._policy(assignment)
         fingerprint = policy.fingerprint()
         if fingerprint not in self._known:
-            loss = self._objective(policy)
-            if isinstance(loss, bool) or not isinstance(loss, int | float) or not 0 <= loss < math.inf:
-                raise PolicyError(f"objective: {shown(loss)} for {assignment}; allowed: a finite loss, 0 or more")
-            self._known[fingerprint] = float(loss)
+            self._known[fingerprint] = amount("objective", self._objective(policy))
         return self._known[fingerprint]
 
     def step(self, what: str, assignment: Assignment, sensitivity: Sensitivity) -> Step:

@@ -20,7 +20,7 @@ from .sensitivity import Sensitivity
 
 PROBES = 8  # layers' keys or values that are measured without, a round: those that lose most
 ROUNDS = 2  # without gain, and repair ends
-PATIENCE = 12  # swaps without gain, and the search ends
+PATIENCE = 16  # swaps without gain, and the search ends
 FIRMNESS = 10.0  # how many times more or less than others a layer may be corrected
 MARGINS = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)  # shares of a limit of loss that are tried where it is not held
 
@@ -103,7 +103,7 @@ class FewestBytes:
 
 
 class Search:
-    """Measures assignments, corrects the ``sensitivity`` by what they lose, and keeps the ``best``: None if none holds."""
+    """Measures assignments, corrects a ``sensitivity`` by what they lose, and keeps the ``best`` that holds."""
 
     def __init__(self, goal: Goal, meter: Meter, sensitivity: Sensitivity) -> None:
         self.goal, self.meter = goal, meter
@@ -144,8 +144,8 @@ class Search:
     def insist(self) -> None:
         """Where none held so far, measure ever more careful ones; `BudgetError` where not even the last one holds."""
         for margin in () if self.meter.late() else MARGINS:
-            if self.best is None:
-                self.take("careful", self.goal.solve(self.sensitivity, margin))
+            if self.best is None and not self.meter.knows(solved := self.goal.solve(self.sensitivity, margin)):
+                self.take("careful", solved)
         if self.best is None:
             self.take("uncompressed", self.meter.candidates.uncompressed())
         if self.best is None:

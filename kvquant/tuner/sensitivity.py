@@ -123,5 +123,10 @@ def _losses(cells: list[Cell], correction: float) -> dict[str, float]:
             if loss and known:
                 here = math.log(loss)
                 loss *= min(known, key=lambda entry: abs(entry[0] - here))[1]
-        losses[cell.codec] = correction * loss
+        losses[cell.codec] = _clipped(correction * loss)
     return losses
+
+
+def _clipped(loss: float) -> float:
+    """Within what sums and quotients of losses do not overflow."""
+    return 0.0 if loss < 1e-100 else min(loss, 1e100)

@@ -9,7 +9,6 @@ swap       one codec smaller, another larger, while that gains
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +26,7 @@ from .measuring import (
     Step,
     Tick,
     all_cells,
+    amount,
     measure_cells,
     measure_frames,
     unmeasured_cells,
@@ -96,9 +96,9 @@ def tune_policy(
     losses that are none.
     """
     goal = _goal(budget, max_loss)
-    if budget is not None:
-        require_feasible(candidates, budget)
     known = _told(candidates, estimates, sensitivity, fingerprint, facts or {})
+    if budget is not None:
+        allocate(_lossless(known), budget)  # so that hours of measuring do not end in a refusal
     meter = Meter(objective, candidates, seconds, tick)
     if sensitivity is None:
         known = _with_cells(known, meter, goal, measurements, estimated=estimates is not None)
@@ -124,23 +124,16 @@ def tune_policy(
 
 
 def require_feasible(candidates: Candidates, budget: float) -> None:
-    """`BudgetError` where no choice is so small: to be known before hours of measuring."""
-    cells = tuple(Cell(*place, 0.0, None) for place in all_cells(candidates))
-    allocate(Sensitivity(candidates, cells, dict.fromkeys(candidates.frames, 1.0)), budget)
+    """`BudgetError` where no choice is so small: to be known before anything is measured."""
+    allocate(_lossless(Sensitivity(candidates, (), {})), budget)
 
 
 def _goal(budget: float | None, max_loss: float | None) -> Goal:
     if budget is not None and max_loss is None:
-        return LeastLoss(_limit("budget", budget))
+        return LeastLoss(amount("budget", budget))
     if max_loss is not None and budget is None:
-        return FewestBytes(_limit("max_loss", max_loss))
+        return FewestBytes(amount("max_loss", max_loss))
     raise PolicyError("tune_policy takes a budget or a max_loss: one of the two")
-
-
-def _limit(word: str, given: float) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < math.inf:
-        raise PolicyError(f"{word}: {shown(given)}; allowed: a finite number, 0 or more")
-    return float(given)
 
 
 def _told(
@@ -163,11 +156,18 @@ def _told(
     for (layer, role, codec), loss in (estimates or {}).items():
         if layer not in candidates.footprint.shapes or role not in ROLES or codec not in candidates.codecs(role):
             raise PolicyError(f"estimates: {shown((layer, role, codec))} is none of the candidates")
-        if not 0 <= loss < math.inf:
-            raise PolicyError(f"estimates: {shown(loss)} of {(layer, role, codec)}; allowed: a finite loss, 0 or more")
+        number = amount(f"estimates: layer {layer} {role} {codec}", loss)
         if codec != RAW:
-            cells.append(Cell(layer, role, codec, float(loss), None))
+            cells.append(Cell(layer, role, codec, number, None))
     return Sensitivity(candidates, tuple(cells), {candidates.frames[0]: 1.0}, fingerprint, dict(facts))
+
+
+def _lossless(known: Sensitivity) -> Sensitivity:
+    """The same if nothing lost anything: of all cells, where none are known yet."""
+    candidates = known.candidates
+    places = [(cell.layer, cell.role, cell.codec) for cell in known.cells] or all_cells(candidates)
+    cells = tuple(Cell(*place, 0.0, None) for place in places)
+    return Sensitivity(candidates, cells, dict.fromkeys(candidates.frames, 1.0))
 
 
 def _with_cells(
