@@ -101,9 +101,14 @@ def _dress(axes: Axes, points: Sequence[Point], title: str) -> None:
     dress(axes, title)
 
 
-def label_points(axes: Axes, points: Sequence[Point]) -> None:
-    """Names each policy once, at its longest context, where it covers no marker and no other name if possible."""
-    pixels = axes.transData.transform([(point.ratio, point.kl) for point in points])
+def label_points(axes: Axes, points: Sequence[Point], others: Sequence[tuple[float, float]] = ()) -> None:
+    """Names each policy once, at its longest context, where it covers no marker and no other name if possible.
+
+    ``others`` are places of more markers, in the axes' own numbers. The figure must have been drawn.
+    """
+    if not points:
+        return
+    pixels = axes.transData.transform([*((point.ratio, point.kl) for point in points), *others])
     half = _MARKER_POINTS / 2 * axes.figure.dpi / 72
     taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in pixels]
     named = {point.policy: point for point in points}.values()

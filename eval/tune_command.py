@@ -70,7 +70,9 @@ def tune(
         str, typer.Option(metavar="TOKENS", help="How many are scored at the end of each text.")
     ] = "512",
     dtype: Annotated[DType, typer.Option(help="What the model computes in.")] = DType.float32,
-    minutes: Annotated[str, typer.Option(metavar="NUMBER", help="Time for measuring and improving.")] = "30",
+    minutes: Annotated[
+        str, typer.Option(metavar="NUMBER", help="Time for measuring and improving, after estimates.")
+    ] = "30",
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the comparison on held-out text.")] = False,
     source: Annotated[
         str | None,

@@ -14,7 +14,7 @@ from ..look import COLORS, draw, drawable, dress, legend_below, new_figure, plai
 from ..plot import Point as Labelled
 from ..plot import label_points
 from .explain import bits, losses_at, typical_width, widths
-from .solution import Point, Solution
+from .solution import Point, Solution, Trial
 
 _BAR = 0.38  # of the room of a layer, for each of two
 _MOST_TICKS = 16
@@ -57,7 +57,8 @@ def pareto_picture(solution: Solution, curve: Sequence[Point]) -> bytes:
     dress(axes, f"{plain(solution.policy.name)}: {solution.goal}")
     legend_below(figure, series)
     draw(figure)  # fixes the layout, so that labels can be placed in pixels
-    label_points(axes, [point for point in held_out if point.ratio <= axes.get_xlim()[1]])
+    shown = [point for point in held_out if point.ratio <= axes.get_xlim()[1]]
+    label_points(axes, shown, [(trial.ratio, trial.kl) for trial in _measured(solution)])
     return png(figure)
 
 
@@ -88,8 +89,7 @@ def _calibration(axes: Axes, solution: Solution, curve: Sequence[Point]) -> Iter
         [point.ratio for point in predicted], [point.kl for point in predicted], color=COLORS[0], linewidth=1.4
     )
     yield line, "best, predicted"
-    measured = [trial for trial in solution.trials if drawable(trial.kl) and trial.kl > 0]
-    if measured:
+    if measured := _measured(solution):
         (dots,) = axes.plot(
             [trial.ratio for trial in measured],
             [trial.kl for trial in measured],
@@ -104,6 +104,11 @@ def _calibration(axes: Axes, solution: Solution, curve: Sequence[Point]) -> Iter
     if chosen > 0:
         (star,) = axes.plot(solution.ratio, chosen, "*", markersize=15, color=COLORS[1], zorder=3)
         yield star, "chosen, " + ("predicted" if solution.measured is None else "measured")
+
+
+def _measured(solution: Solution) -> list[Trial]:
+    """What was tried, but for what lost nothing: that has no place on a log axis."""
+    return [trial for trial in solution.trials if drawable(trial.kl) and trial.kl > 0]
 
 
 def _held_out_points(solution: Solution) -> list[Labelled]:
