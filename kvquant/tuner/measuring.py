@@ -42,7 +42,7 @@ class Step:
 
 def amount(what: str, given: object) -> float:
     """A loss, or a budget; `PolicyError` where it is none."""
-    number = float(given) if isinstance(given, Real) and not isinstance(given, bool) else math.nan
+    number = float(given) if not isinstance(given, bool) and isinstance(given, Real) else math.nan
     if not 0 <= number < math.inf:
         raise PolicyError(f"{what}: {shown(given)}; allowed: a finite number, 0 or more")
     return number
