@@ -71,7 +71,7 @@ def tune(
     ] = "512",
     dtype: Annotated[DType, typer.Option(help="What the model computes in.")] = DType.float32,
     minutes: Annotated[
-        str, typer.Option(metavar="NUMBER", help="Time for measuring and improving, after estimates.")
+        str, typer.Option(metavar="NUMBER", help="For measuring and improving, after estimates.")
     ] = "30",
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the comparison on held-out text.")] = False,
     source: Annotated[
