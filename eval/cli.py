@@ -30,6 +30,7 @@ from .terminal import (
     only_our_output,
     print_json,
 )
+from .tune_command import TUNE_HELP, tune
 
 app = typer.Typer(
     add_completion=False,
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(store_app, name="store")
+app.command(help=TUNE_HELP)(tune)
 
 
 class Protocol(StrEnum):
@@ -128,9 +130,9 @@ def ppl(
 ) -> int:
     """See `_PPL_HELP`."""
     from .display import print_rows, progress
+    from .files import to_json
     from .options import expanded, parse_tokens
     from .ppl import Options, run
-    from .report import to_json
 
     options = Options(
         model=model,

@@ -6,17 +6,21 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from .bench.rows import BenchRow, Outcome
-from .doctor import Diagnosis
 from .options import format_context
 from .rows import Row
+
+if TYPE_CHECKING:
+    from .bench.rows import BenchRow, Outcome
+    from .doctor import Diagnosis
 
 # The attention's share of a forward grows with the past; at this many tokens it is taken to double the cost.
 _DOUBLING_TOKENS = 8192
@@ -169,8 +173,24 @@ def progress(
     A bar where ``console`` is a terminal, else a line each tenth of the way.
     """
     total = sum(_cost(start, end) for start, end in forwards)
+    done = 0.0
+    with stages(console) as tell:
+
+        def tick(start: int, end: int) -> None:
+            nonlocal done
+            done += _cost(start, end)
+            tell(title, done, total)
+
+        tell(title, done, total)
+        yield tick
+
+
+@contextmanager
+def stages(console: Console) -> Iterator[Callable[[str, float, float], None]]:
+    """The same for work in stages; call what it yields with a stage's name, how much of it is done, and how much
+    there is, which may change on the way."""
     if not console.is_terminal:
-        yield _lines(console, title, total)
+        yield _lines(console)
         return
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -180,28 +200,39 @@ def progress(
         TextColumn("· left"),
         TimeRemainingColumn(),
     )
+    tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=console, transient=True, speed_estimate_period=120) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda start, end: bar.advance(task, _cost(start, end))
+
+        def tell(stage: str, done: float, total: float) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield tell
 
 
-def _lines(console: Console, title: str, total: float) -> Callable[[int, int], None]:
-    began = time.monotonic()
-    done, told = 0.0, 0
+@dataclass
+class _Told:
+    """Of a stage: when it began, and the tenths of it that were told."""
 
-    def tick(start: int, end: int) -> None:
-        nonlocal done, told
-        done += _cost(start, end)
-        tenths = int(10 * done / total + 1e-9)
-        if tenths > told:
-            told = tenths
-            elapsed = time.monotonic() - began
+    began: float = field(default_factory=time.monotonic)
+    tenths: int = 0
+
+
+def _lines(console: Console) -> Callable[[str, float, float], None]:
+    told: dict[str, _Told] = {}
+
+    def tell(stage: str, done: float, total: float) -> None:
+        so_far = told.setdefault(stage, _Told())
+        tenths = int(10 * done / total + 1e-9) if done else 0
+        if tenths > so_far.tenths:
+            so_far.tenths = tenths
+            elapsed = time.monotonic() - so_far.began
             left = elapsed * max(0.0, total / done - 1)
-            console.print(
-                f"{title}: {10 * tenths} %, {elapsed:.0f} s, {left:.0f} s left", markup=False, highlight=False
-            )
+            line = f"{stage}: {10 * tenths} %, {elapsed:.0f} s, {left:.0f} s left"
+            console.print(line, markup=False, highlight=False)
 
-    return tick
+    return tell
 
 
 def _cost(start: int, end: int) -> float:

@@ -11,6 +11,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import PercentFormatter
 from matplotlib.transforms import Bbox
 
+from .front import pareto_front
 from .look import COLORS, MARKERS, draw, drawable, dress, legend_below, new_figure, plain, png
 from .options import format_context
 from .rows import Row
@@ -73,17 +74,8 @@ def fidelity_plot(rows: Sequence[Row]) -> bytes | None:
     _dress(axes, points, f"{plain(rows[0].model)}: fidelity against bytes ({how})")
     legend_below(figure, legend)
     draw(figure)  # fixes the layout, so that labels can be placed in pixels
-    _label(axes, points)
+    label_points(axes, points)
     return png(figure)
-
-
-def pareto_front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other beats in bytes without losing in KL, by bytes."""
-    front: list[Point] = []
-    for point in sorted(points, key=lambda point: (point.ratio, point.kl)):
-        if not front or point.kl < front[-1].kl:
-            front.append(point)
-    return front
 
 
 def _points(rows: Sequence[Row]) -> list[Point]:
@@ -109,9 +101,14 @@ def _dress(axes: Axes, points: Sequence[Point], title: str) -> None:
     dress(axes, title)
 
 
-def _label(axes: Axes, points: Sequence[Point]) -> None:
-    """Names each policy once, at its longest context, where it covers no marker and no other name if possible."""
-    pixels = axes.transData.transform([(point.ratio, point.kl) for point in points])
+def label_points(axes: Axes, points: Sequence[Point], others: Sequence[tuple[float, float]] = ()) -> None:
+    """Names each policy once, at its longest context, where it covers no marker and no other name if possible.
+
+    ``others`` are places of more markers, in the axes' own numbers. The figure must have been drawn.
+    """
+    if not points:
+        return
+    pixels = axes.transData.transform([*((point.ratio, point.kl) for point in points), *others])
     half = _MARKER_POINTS / 2 * axes.figure.dpi / 72
     taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in pixels]
     named = {point.policy: point for point in points}.values()

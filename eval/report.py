@@ -1,16 +1,11 @@
-"""Writes results to a folder: the one place in the project that does.
+"""Writes what `kvquant ppl` found to a folder, and the page that `kvquant report` makes of such folders.
 
-``rows.json`` (what ``--json`` prints), ``rows.csv``, ``plot.png`` and a ``README.md`` for people; and the page that
-`kvquant report` makes of such folders. Each file is replaced as a whole, so a reader never meets half a file.
+``rows.json`` (what ``--json`` prints), ``rows.csv``, ``plot.png`` and a ``README.md`` for people.
 """
 
 from __future__ import annotations
 
-import html
-import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +15,13 @@ import pandas as pd
 
 from . import environment
 from .errors import InputError, printable
-from .options import format_context, make_writable
+from .files import is_report, prepare_folder, replace_file, to_json
+from .markdown import provenance, rows_table
+from .options import make_writable
 from .plot import fidelity_plot
 from .rows import COLUMNS, Row
-from .table import columns
 
+_COMMAND = "kvquant ppl"
 _NAMES = ("rows.json", "rows.csv", "plot.png", "README.md")
 PAGE = "report.html"  # where a folder's page is, unless told otherwise
 GENERATOR = '<meta name="generator" content="kvquant report">'  # by which an earlier page is known
@@ -76,31 +73,9 @@ def document(command: str, rows: Sequence[AnyRow]) -> dict[str, Any]:
     }
 
 
-def to_json(document: Mapping[str, Any]) -> str:
-    """Strict JSON: raises ValueError rather than writing NaN or Infinity."""
-    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    return text.encode(errors="backslashreplace").decode()  # a file name may hold half a character
-
-
 def prepare(folder: Path) -> None:
-    """Makes the folder and proves that it can be written, before hours are spent.
-
-    Raises `InputError`, also where writing would replace somebody's files rather than an earlier report.
-    """
-    make_writable("--out", folder)
-    foreign = [name for name in _NAMES if (folder / name).exists() and not _is_report(folder)]
-    if foreign:
-        raise InputError(
-            f"--out: {folder}: its {foreign[0]} is not an earlier report's and would be replaced; "
-            "allowed: a new folder, or one with a report"
-        )
-
-
-def _is_report(folder: Path) -> bool:
-    try:
-        return str(json.loads((folder / "rows.json").read_bytes())["command"]).startswith("kvquant ")
-    except (OSError, ValueError, TypeError, KeyError):
-        return False
+    """As `prepare_folder`, for a report."""
+    prepare_folder(folder, _NAMES, _COMMAND)
 
 
 def write(folder: Path, report: Report) -> None:
@@ -113,12 +88,12 @@ def write(folder: Path, report: Report) -> None:
     }
     try:
         for name, data in files.items():
-            _replace(folder / name, data)
+            replace_file(folder / name, data)
         # An earlier run's plot or page would not belong to these rows.
         if plot is None:
             (folder / "plot.png").unlink(missing_ok=True)
         else:
-            _replace(folder / "plot.png", plot)
+            replace_file(folder / "plot.png", plot)
         page = folder / PAGE
         if _is_page(page):
             for file in (page, *_pictures(page)):
@@ -138,7 +113,7 @@ def prepare_page(path: Path) -> None:
     if path.is_dir():
         raise InputError(f"--out: {path}: Is a directory; allowed: a file ending in .html")
     foreign = [path] if path.exists() else _pictures(path)
-    if path.name == PAGE and not path.exists() and _is_report(path.parent):
+    if path.name == PAGE and not path.exists() and is_report(path.parent, _COMMAND):
         foreign = []  # pictures of a page that somebody deleted
     if foreign and not _is_page(path):
         raise InputError(
@@ -156,7 +131,7 @@ def write_page(path: Path, page: str, pictures: Mapping[str, bytes]) -> list[Pat
     files |= {path.with_name(f"{path.stem}-{name}.png"): picture for name, picture in pictures.items()}
     try:
         for file, data in files.items():
-            _replace(file, data)
+            replace_file(file, data)
         for file in set(_pictures(path)) - set(files):
             file.unlink()
     except OSError as error:
@@ -178,18 +153,6 @@ def _is_page(path: Path) -> bool:
         return False
 
 
-def _replace(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o644)  # mkstemp makes private files
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
 def _csv(rows: Sequence[Row]) -> str:
     """The rows with the interval's ends in two columns, ``…_low`` and ``…_high``."""
     interval = "ppl_delta_ci95"
@@ -205,8 +168,6 @@ def _csv(rows: Sequence[Row]) -> str:
 
 
 def _readme(report: Report, with_plot: bool) -> str:
-    versions = ", ".join(f"{name} {value}" for name, value in report.versions.items() if name != "commit")
-    machine = report.machine
     lines = [
         "# Perplexity sweep",
         "",
@@ -215,18 +176,13 @@ def _readme(report: Report, with_plot: bool) -> str:
         "```",
         "",
         *(["![KL against bytes of the KV cache](plot.png)", ""] if with_plot else []),
-        *_table(report.rows),
+        *rows_table(report.rows),
         "",
         "KL in nats per token from the uncompressed cache, on the same tokens. The interval is a paired bootstrap "
         "over tokens. Bytes are measured, everything counted, against 2 bytes an element of the full-attention "
         "layers. `kvquant report` makes a page with more plots of this folder.",
         "",
-        f"- date: {report.date}",
-        f"- commit: {report.versions['commit'] or 'none (not a checkout)'}",
-        f"- versions: {versions}",
-        f"- machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
-        f"{machine['torch_threads']} torch threads, {machine['os']}",
-        *(f"- {name}: {html.escape(printable(value), quote=False)}" for name, value in report.facts.items()),
+        *provenance(report.date, report.versions, report.machine, report.facts),
         "",
         "## Policies, layer by layer",
         "",
@@ -234,19 +190,3 @@ def _readme(report: Report, with_plot: bool) -> str:
     for text in report.policies.values():
         lines += ["```", text.rstrip(), "```", ""]
     return "\n".join(lines)
-
-
-def _table(rows: Sequence[Row]) -> list[str]:
-    shown = columns(rows)
-    lines = [f"| {' | '.join(column.heading for column in shown)} |", f"|---|{'---:|' * (len(shown) - 1)}"]
-    for row in rows:
-        if row.status != "ok":
-            told = f"{row.status}: {_cell(row.reason)}"
-            lines.append(f"| {_cell(row.policy)} | {format_context(row.context)} | {told} {'| ' * (len(shown) - 3)}|")
-            continue
-        lines.append(f"| {' | '.join(_cell(column.cell(row)) for column in shown)} |")
-    return lines
-
-
-def _cell(text: str) -> str:
-    return html.escape(printable(text), quote=False).replace("|", "\\|")

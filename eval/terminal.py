@@ -35,28 +35,24 @@ class DType(StrEnum):
 
 def print_json(context: typer.Context, rows: Sequence[Any], **more: Any) -> None:
     """One JSON document of a command's rows, and of ``more`` beside them, on standard output."""
-    from .report import document, to_json
+    from .files import to_json
+    from .report import document
 
     words = context.obj or context.command_path.split()[1:]
     sys.stdout.write(to_json(document(shlex.join(["kvquant", *words]), rows) | more))
 
 
 @contextlib.contextmanager
-def only_our_output() -> Iterator[tuple[Console, Callable[[str], None]]]:
+def only_our_output(models: bool = True) -> Iterator[tuple[Console, Callable[[str], None]]]:
     """Where a command talks to its user: the console on standard error, and a function that prints a line there.
 
     Meanwhile libraries' bars, logs and warnings are kept off the terminal, what they print off standard output.
+    Without ``models`` the library that serves them, slow to load, is left alone.
     """
-    from huggingface_hub.utils.logging import set_verbosity_error
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-    from transformers.utils import logging
-
     from kvquant import KVQuantWarning
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    disable_progress_bars()
-    set_verbosity_error()  # type: ignore[no-untyped-call]
+    if models:
+        _silence_transformers()
     getLogger("bitsandbytes").setLevel(ERROR)  # misses a package for something else than codecs
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
@@ -71,3 +67,14 @@ def only_our_output() -> Iterator[tuple[Console, Callable[[str], None]]]:
                 console.print(printable(line), style="dim", markup=False, highlight=False, soft_wrap=True)
 
         yield console, say
+
+
+def _silence_transformers() -> None:
+    from huggingface_hub.utils.logging import set_verbosity_error
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ def tokenise(tokenizer: Any, text: str, wanted: int) -> Tokens:
     The text is never cut into pieces: a prefix is tokenised, and its ids are used as far as those of a prefix
     twice as long agree, so that no id depends on where the prefix ends.
     """
-    bos = _leading_ids(tokenizer)
+    bos = leading_ids(tokenizer)
     body = _prefix_ids(tokenizer, text, max(0, wanted - len(bos)))
     return Tokens(torch.tensor((bos + body)[:wanted], dtype=torch.long), _describe(tokenizer, bos))
 
@@ -59,7 +59,7 @@ def _encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
     return list(ids)
 
 
-def _leading_ids(tokenizer: Any) -> list[int]:
+def leading_ids(tokenizer: Any) -> list[int]:
     """What the tokenizer puts before a text; what it puts after one (an end mark) is left out."""
     plain, marked = _encode(tokenizer, "a"), _encode(tokenizer, "a", special=True)
     for start in range(len(marked) - len(plain) + 1):

@@ -123,6 +123,11 @@ def tune_policy(
     )
 
 
+def require_feasible(candidates: Candidates, budget: float) -> None:
+    """`BudgetError` where no choice is so small: to be known before anything is measured."""
+    allocate(_lossless(Sensitivity(candidates, (), {})), budget)
+
+
 def _goal(budget: float | None, max_loss: float | None) -> Goal:
     if budget is not None and max_loss is None:
         return LeastLoss(amount("budget", budget))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvquant_eval import report as writer
 from kvquant_eval.__main__ import main
 from kvquant_eval.errors import InputError
+from kvquant_eval.front import pareto_front
 from kvquant_eval.page import render
-from kvquant_eval.plot import Point, pareto_front
+from kvquant_eval.plot import Point
 from kvquant_eval.report import GENERATOR, Report, write
 from kvquant_eval.results import group, read
 from kvquant_eval.rows import Bucket, Needle, Row
@@ -377,7 +378,7 @@ def test_places_that_cannot_be_written(tmp_path: Path, capsys: Capture, monkeypa
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.endswith("report.html: No space left on device\n")
     assert not list(tmp_path.glob("report*"))

@@ -10,10 +10,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvquant_eval import report as subject
 from kvquant_eval.errors import InputError
+from kvquant_eval.files import to_json
 from kvquant_eval.plot import fidelity_plot
-from kvquant_eval.report import Report, prepare, to_json, write
+from kvquant_eval.report import Report, prepare, write
 from kvquant_eval.rows import COLUMNS, NESTED, Row
 from kvquant_eval.table import columns
 
@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, mon
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(subject.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     out = tmp_path / "out"
     prepare(out)
     with pytest.raises(InputError, match=r"^--out: .*out: No space left on device$"):
@@ -165,7 +165,7 @@ def test_an_interrupted_write_leaves_the_earlier_file(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("name", ["README.md", "plot.png", "rows.csv"])
 def test_files_that_are_no_report_are_not_replaced(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("precious")
-    for other in ("", "[]", '{"command": 3}', "nonsense"):
+    for other in ("", "[]", '{"command": 3}', '{"command": "kvquant tune"}', "nonsense"):
         if other:
             (tmp_path / "rows.json").write_text(other)
         with pytest.raises(InputError, match="is not an earlier report's and would be replaced"):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvquant_eval.report import to_json
+from kvquant_eval.files import to_json
 from kvquant_eval.rows import COLUMNS, NESTED, Row, Scores, fidelity
 
 ROW = Row("m", "int4", 2048, "streaming", "float32")

@@ -1,0 +1,72 @@
+"""The tuned policy beside the presets, on text that nothing was chosen by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import resources
+from typing import Any
+
+from torch import Tensor
+
+from kvquant import KVQuantCache, KVQuantError, PrecisionPolicy, preset_names
+
+from ..front import kl_at
+from ..models import LoadedModel
+from ..rows import Row
+from ..sweep import Settings, Sweep
+from .outputs import is_tuned
+from .solution import Solution, TuneRow, tuned_row, widened
+
+
+@dataclass(frozen=True)
+class _Rival:
+    ratio: float
+    kl: float
+
+
+def rivals(model: Any) -> list[PrecisionPolicy]:
+    """The presets that can serve a model, but for those that were tuned, for this one or another."""
+    return [policy for policy in map(PrecisionPolicy.load, untuned_presets()) if _serves(model, policy)]
+
+
+def comparison(loaded: LoadedModel, ids: Tensor, solution: Solution, settings: Settings) -> Sweep:
+    """The sweep over held-out ``ids`` of the tuned policy and the presets, in one reading."""
+    tuned = solution.policy
+    others = [policy for policy in rivals(loaded.model) if policy.name != tuned.name]
+    new = partial(KVQuantCache.for_model, loaded.model)
+    return Sweep(loaded.name, loaded.model, ids, [tuned, *others], new, settings)
+
+
+def compared(solution: Solution, rows: Sequence[Row]) -> list[TuneRow]:
+    """The rows of `comparison`, the tuned policy's first and beside what the presets give in as many bytes."""
+    ours, *others = sorted(rows, key=lambda row: row.policy != solution.policy.name)
+    points = [
+        _Rival(row.kv_ratio, row.kl_mean)
+        for row in others
+        if row.status == "ok" and row.kv_ratio is not None and row.kl_mean is not None
+    ]
+    rival = kl_at(points, ours.kv_ratio) if ours.kv_ratio is not None else None
+    tuned = replace(
+        tuned_row(solution, ours),
+        kl_at_equal_bytes=rival,
+        ratio_to_rivals=ours.kl_mean / rival if rival and ours.kl_mean is not None else None,
+    )
+    return [tuned, *(widened(row) for row in others)]
+
+
+def untuned_presets() -> Iterator[str]:
+    """Names of presets that `kvquant tune` has not made."""
+    for name in preset_names():
+        text = resources.files("kvquant.presets").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+        if not is_tuned(text):
+            yield name
+
+
+def _serves(model: Any, policy: PrecisionPolicy) -> bool:
+    try:
+        KVQuantCache.for_model(model, policy)
+    except KVQuantError:
+        return False
+    return True
