@@ -65,12 +65,12 @@ class Meter:
         return time.monotonic() - self._started > share * self._seconds
 
     def knows(self, assignment: Assignment) -> bool:
-        """Whether it was measured before."""
-        return self._policy(assignment).fingerprint() in self._known
+        """Whether it is one of the steps."""
+        return any(step.assignment == assignment for step in self.steps)
 
     def measure(self, assignment: Assignment) -> float:
         """The objective of an assignment; `PolicyError` where that is no loss."""
-        policy = self._policy(assignment)
+        policy = self.candidates.policy(assignment, "measured")
         fingerprint = policy.fingerprint()
         if fingerprint not in self._known:
             self._known[fingerprint] = amount("objective", self._objective(policy))
@@ -83,9 +83,6 @@ class Meter:
         step = Step(what, assignment, ratio, predicted, self.measure(assignment))
         self.steps.append(step)
         return step
-
-    def _policy(self, assignment: Assignment) -> PrecisionPolicy:
-        return self.candidates.policy(assignment, "measured")
 
 
 def measure_cells(sensitivity: Sensitivity, meter: Meter, cells: Sequence[tuple[int, str, str]]) -> Sensitivity:
