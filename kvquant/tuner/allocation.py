@@ -7,7 +7,7 @@ its values, one codec. It is solved exactly, frame by frame.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -33,13 +33,15 @@ class Options:
     losses: Numbers
 
 
+Tables = Mapping[Frame, Sequence[Options]]
+
+
 def allocate(sensitivity: Sensitivity, budget: float) -> Assignment:
     """The assignment of least predicted loss that takes ``budget`` of the baseline's bytes, over all frames.
 
     Of equals the one of fewer bytes. Raises `BudgetError` where none is small enough.
     """
-    limit = _whole_bytes(budget, sensitivity.candidates.footprint.baseline)
-    chosen = _best(sensitivity, lambda option: (option.losses, option.nbytes), limit)
+    chosen = _allocated(sensitivity, _tables(sensitivity), budget)
     if chosen is None:
         least = smallest(sensitivity)
         told = round(least, DIGITS)
@@ -53,7 +55,7 @@ def fewest_bytes(sensitivity: Sensitivity, max_loss: float) -> Assignment:
 
     Raises `BudgetError` where none loses so little.
     """
-    chosen = _best(sensitivity, lambda option: (option.nbytes, option.losses), max_loss)
+    chosen = _best(_tables(sensitivity), lambda option: (option.nbytes, option.losses), max_loss)
     if chosen is None:
         raise BudgetError(f"max_loss {max_loss:g}: no choice loses so little; allowed: 0 and more")
     return chosen
@@ -61,17 +63,15 @@ def fewest_bytes(sensitivity: Sensitivity, max_loss: float) -> Assignment:
 
 def smallest(sensitivity: Sensitivity) -> float:
     """The least ratio of bytes to the baseline that any assignment has."""
-    least = min(
-        sum(float(option.nbytes[0]) for option in options(sensitivity, frame)) for frame in _frames(sensitivity)
-    )
+    least = min(sum(float(group.nbytes[0]) for group in groups) for groups in _tables(sensitivity).values())
     return least / sensitivity.candidates.footprint.baseline
 
 
 def curve(sensitivity: Sensitivity, budgets: Sequence[float]) -> list[tuple[float, float, Assignment]]:
     """``(budget, predicted loss, assignment)`` for each of ``budgets`` that is feasible."""
-    least = smallest(sensitivity)
-    solved = [(budget, allocate(sensitivity, budget)) for budget in budgets if budget >= least]
-    return [(budget, sensitivity.predicted(assignment), assignment) for budget, assignment in solved]
+    tables = _tables(sensitivity)
+    solved = [(budget, _allocated(sensitivity, tables, budget)) for budget in budgets]
+    return [(budget, sensitivity.predicted(chosen), chosen) for budget, chosen in solved if chosen is not None]
 
 
 def options(sensitivity: Sensitivity, frame: Frame) -> Iterator[Options]:
@@ -89,17 +89,21 @@ def options(sensitivity: Sensitivity, frame: Frame) -> Iterator[Options]:
         yield Options(layer, role, codecs, np.array(nbytes, float), np.array(lost))
 
 
-def _frames(sensitivity: Sensitivity) -> list[Frame]:
-    return [frame for frame in sensitivity.candidates.frames if frame in sensitivity.frame_factors]
+def _tables(sensitivity: Sensitivity) -> Tables:
+    """What may be chosen in each frame of which anything is known."""
+    known = [frame for frame in sensitivity.candidates.frames if frame in sensitivity.frame_factors]
+    return {frame: [*options(sensitivity, frame)] for frame in known}
 
 
-def _best(
-    sensitivity: Sensitivity, terms: Callable[[Options], tuple[Numbers, Numbers]], limit: float
-) -> Assignment | None:
+def _allocated(sensitivity: Sensitivity, tables: Tables, budget: float) -> Assignment | None:
+    limit = _whole_bytes(budget, sensitivity.candidates.footprint.baseline)
+    return _best(tables, lambda option: (option.losses, option.nbytes), limit)
+
+
+def _best(tables: Tables, terms: Callable[[Options], tuple[Numbers, Numbers]], limit: float) -> Assignment | None:
     """The assignment of least cost, then of least weight, of a weight within ``limit``; ``terms`` give both."""
     best, least = None, (math.inf, math.inf)
-    for frame in _frames(sensitivity):
-        groups = [*options(sensitivity, frame)]
+    for frame, groups in tables.items():
         knapsack = Knapsack.of([terms(option) for option in groups])
         picks = knapsack.solve(limit, least[0])
         if picks is None or (total := knapsack.totals(picks)) >= least:

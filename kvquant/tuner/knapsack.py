@@ -20,6 +20,7 @@ Picks = NDArray[np.int64]
 """The item picked from each group ``[groups]``."""
 
 ROUNDING = 1e-12  # relative: what sums of floats may be off by
+NEAR = 1e-6  # relative: how near the best price is found, which any price will do for
 WIDENING = tuple(4.0**power for power in range(-8, 1))  # of the gap in which solutions are looked for
 MOST_SUMS = 1 << 15  # kept; more takes costs that are all but proportional to weights without a common measure
 
@@ -69,7 +70,7 @@ class Knapsack:
         return picks
 
     def _relaxed(self, limit: float) -> tuple[Picks, float] | None:
-        """The cheapest items at a price of weight, the lowest at which they are within ``limit``, and the price."""
+        """The cheapest items at a price of weight, and the price: about the lowest that keeps them to ``limit``."""
 
         def at(price: float) -> Picks:
             picks: Picks = (self.costs + price * self.weights).argmin(1)
@@ -84,9 +85,10 @@ class Knapsack:
             return at(0.0), 0.0
         high = ROUNDING * self.costs[np.isfinite(self.costs)].max() / self.weights.max()
         while not fits(at(high)):
-            high *= 4
-        low = high / 4
-        while low < (middle := (low + high) / 2) < high:
+            high *= 64
+        low = high / 64
+        while high > (1 + NEAR) * low:
+            middle = math.sqrt(low) * math.sqrt(high)
             low, high = (low, middle) if fits(at(middle)) else (middle, high)
         return at(high), high
 

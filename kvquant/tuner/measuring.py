@@ -56,7 +56,7 @@ class Meter:
         self.tick = tick
         self.steps: list[Step] = []
         self._objective = objective
-        self._seconds = math.inf if seconds is None else seconds
+        self._seconds = math.inf if seconds is None else amount("seconds", seconds)
         self._started = time.monotonic()
         self._known: dict[str, float] = {}  # by fingerprint of the policy
 
@@ -65,27 +65,24 @@ class Meter:
         return time.monotonic() - self._started > share * self._seconds
 
     def knows(self, assignment: Assignment) -> bool:
-        """Whether it was measured before."""
-        return self._policy(assignment).fingerprint() in self._known
+        """Whether it is one of the steps."""
+        return any(step.assignment == assignment for step in self.steps)
 
-    def measure(self, assignment: Assignment) -> float:
-        """The objective of an assignment; `PolicyError` where that is no loss."""
-        policy = self._policy(assignment)
+    def measure(self, what: str, assignment: Assignment) -> float:
+        """The objective of an assignment, ``what`` for; `PolicyError` where that is no loss."""
+        policy = self.candidates.policy(assignment, what)
         fingerprint = policy.fingerprint()
         if fingerprint not in self._known:
-            self._known[fingerprint] = amount("objective", self._objective(policy))
+            self._known[fingerprint] = amount(f"objective: {what}", self._objective(policy))
         return self._known[fingerprint]
 
     def step(self, what: str, assignment: Assignment, sensitivity: Sensitivity) -> Step:
         """Measure a whole assignment, which becomes one of the steps."""
         predicted = sensitivity.predicted(assignment)
         ratio = self.candidates.footprint.ratio(assignment)
-        step = Step(what, assignment, ratio, predicted, self.measure(assignment))
+        step = Step(what, assignment, ratio, predicted, self.measure(what, assignment))
         self.steps.append(step)
         return step
-
-    def _policy(self, assignment: Assignment) -> PrecisionPolicy:
-        return self.candidates.policy(assignment, "measured")
 
 
 def measure_cells(sensitivity: Sensitivity, meter: Meter, cells: Sequence[tuple[int, str, str]]) -> Sensitivity:
@@ -97,7 +94,7 @@ def measure_cells(sensitivity: Sensitivity, meter: Meter, cells: Sequence[tuple[
             break
         meter.tick("cells", number, len(cells))
         cell = known.get((layer, role, codec), Cell(layer, role, codec, None, None))
-        measured = meter.measure(isolated.replaced(layer, role, codec))
+        measured = meter.measure(f"layer {layer} {role} {codec}", isolated.replaced(layer, role, codec))
         known[layer, role, codec] = replace(cell, measured=measured)
     return replace(sensitivity, cells=tuple(known.values()))
 
@@ -143,10 +140,10 @@ def unmeasured_cells(sensitivity: Sensitivity, solutions: Sequence[Assignment]) 
 def measure_frames(sensitivity: Sensitivity, meter: Meter, reference: Assignment) -> Sensitivity:
     """With the factors of all frames, measured on one assignment."""
     frames = meter.candidates.frames
-    base = meter.measure(replace(reference, frame=frames[0]))
+    base = meter.measure("frame", replace(reference, frame=frames[0]))
     factors = {frames[0]: 1.0}
     for number, frame in enumerate(frames[1:], 1):
         meter.tick("frames", number, len(frames))
-        loss = meter.measure(replace(reference, frame=frame))
+        loss = meter.measure("frame", replace(reference, frame=frame))
         factors[frame] = loss / base if base else 1.0
     return replace(sensitivity, frame_factors=factors)

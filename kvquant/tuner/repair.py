@@ -189,7 +189,7 @@ class Search:
             if self.meter.late():
                 break
             self.meter.tick("without", number, min(PROBES, len(places)))
-            without = self.meter.measure(step.assignment.replaced(layer, role, RAW))
+            without = self.meter.measure("without", step.assignment.replaced(layer, role, RAW))
             marginals[layer, role] = max(0.0, step.measured - without)
             isolated[layer, role] = frame_factor * alone.loss(layer, role, codec)
         average = sum(marginals.values()) / sum(isolated.values()) if sum(isolated.values()) else 0.0

@@ -96,12 +96,13 @@ def tune_policy(
     losses that are none.
     """
     goal = _goal(budget, max_loss)
+    most = None if measurements is None else int(amount("measurements", measurements))
     known = _told(candidates, estimates, sensitivity, fingerprint, facts or {})
     if budget is not None:
         allocate(_lossless(known), budget)  # so that hours of measuring do not end in a refusal
     meter = Meter(objective, candidates, seconds, tick)
     if sensitivity is None:
-        known = _with_cells(known, meter, goal, measurements, estimated=estimates is not None)
+        known = _with_cells(known, meter, goal, most, estimated=estimates is not None)
         known = measure_frames(known, meter, goal.reference(known))
     search = Search(goal, meter, known)
     first = search.take("first", goal.solve(known))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -170,3 +172,17 @@ def test_a_solution_takes_less_than_a_second(many):
         allocate(fresh, budget)
         seconds.append(time.process_time() - started)
     assert max(seconds) < 1
+
+
+def test_solving_again_needs_neither_model_nor_solver():
+    code = """
+import sys
+from kvquant.tuner.allocation import allocate
+from kvquant.tuner.sensitivity import Sensitivity
+known = Sensitivity.from_json(sys.stdin.read())
+print(known.candidates.policy(allocate(known, 0.5), "again").to_yaml())
+assert not {"transformers", "scipy", "bitsandbytes"} & set(sys.modules)
+"""
+    text = made.sensitivity(made.candidates()).to_json()
+    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, check=True)
+    assert "name: again" in done.stdout

@@ -269,7 +269,9 @@ def test_progress_is_told(known):
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -1e-9, "0.1", None, True, np.float64("nan")])
 def test_losses_that_are_none(known, loss):
-    with pytest.raises(PolicyError, match="objective: .*; allowed: a finite number, 0 or more") as error:
+    with pytest.raises(
+        PolicyError, match=r"objective: layer 0 key int2/\S+: .*; allowed: a finite number, 0 or more"
+    ) as error:
         tune_policy(lambda policy: loss, known.candidates, 0.4)
     assert "\n" not in str(error.value)
 
@@ -280,6 +282,8 @@ def test_losses_that_are_none(known, loss):
         ({}, "a budget or a max_loss: one of the two"),
         ({"budget": 0.3, "max_loss": 1}, "a budget or a max_loss: one of the two"),
         ({"budget": math.nan}, "budget: nan; allowed"),
+        ({"budget": 0.3, "seconds": math.nan}, "seconds: nan; allowed"),
+        ({"budget": 0.3, "measurements": -1}, "measurements: -1; allowed"),
         ({"budget": True}, "budget: True; allowed"),
         ({"max_loss": -1}, "max_loss: -1; allowed"),
         ({"max_loss": "1"}, "max_loss: '1'; allowed"),
