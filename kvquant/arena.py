@@ -28,6 +28,18 @@ Encoder = Callable[[Fields | None], Fields]
 MIN_SLAB = 4  # slots; a slab is at least this, and at least a sixteenth of what is there already
 
 
+def most_slots(blocks: int) -> int:
+    """The most slots that a pool may have come to once ``blocks`` are held, in whatever portions they came."""
+    if blocks <= MIN_SLAB:
+        return MIN_SLAB if blocks else 0
+    return blocks - 1 + _slab(1, blocks - 1)  # all but one in slabs that are full, and then the last one
+
+
+def _slab(missing: int, size: int) -> int:
+    """Slots that a pool of ``size`` adds where ``missing`` are needed."""
+    return max(missing, MIN_SLAB, size // 16)
+
+
 @dataclass(frozen=True)
 class Run:
     """Consecutive slots of one slab: positions ``first ≤ i < stop`` within slab number ``slab``."""
@@ -68,7 +80,7 @@ class SlotPool:
             self._settle()
             missing = count - len(self._free)
             if missing > 0:
-                size = max(missing, MIN_SLAB, self._size // 16)
+                size = _slab(missing, self._size)
                 self._starts.append(self._size)
                 self._free.extend(range(self._size, self._size + size))
                 self._size += size

@@ -37,6 +37,7 @@ from .tail import Tail
 _CHUNK = 128  # tokens per forward on held-out text
 _TIGHTEN = 0.7  # of the KL limit, where perplexity rose by more than was wanted
 _MOST_TIGHTENINGS = 12
+_MEASURED_CELLS = 2  # of each layer's keys, and of its values, on average: estimates tell the others
 
 
 def calibrated(options: Options, known: Sensitivity | None, talk: Talk) -> Solution:
@@ -129,6 +130,7 @@ class _Search:
             sensitivity=known,
             fingerprint=self.fingerprint,
             facts=self.facts,
+            measurements=2 * _MEASURED_CELLS * len(self.candidates.footprint.shapes),
             seconds=max(0.0, left),
             name=self.options.name,
             rivals=self.rivals,

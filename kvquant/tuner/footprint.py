@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from ..arena import SlotPool
-from ..cache.tail import Tail
+from ..arena import most_slots
+from ..cache.tail import GROWTH
 from ..codecs import get_codec
 from ..policy import PrecisionPolicy
 from ..records import Record
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .candidates import Assignment, Frame
 
 ROLES = ("key", "value")
-CALL_TOKENS = 128  # a text comes in one call, or in calls of so many tokens
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Footprint:
 
     ``shapes`` tell heads, key channels and value channels of each compressed layer, and ``depth`` how many layers of
     all kinds the model has (by default none after the last compressed one). Slots and tails have slack, which depends
-    on the calls that brought the text: the larger is taken of one call, and of calls of 128 tokens.
+    on the calls that brought the text: what is told is the most they may come to.
     """
 
     shapes: Mapping[int, tuple[int, int, int]]
@@ -87,25 +86,8 @@ def _block(codec: str, role: str, heads: int, dim: int, tokens: int) -> tuple[in
     return Record.of(built.layout(heads, tokens, dim, torch.float16), {}).counted((built, built)), built.lossless
 
 
-@lru_cache(maxsize=256)
 def _held(context: int, block_tokens: int, recent_tokens: int) -> tuple[int, int]:
     """Slots allocated for sealed blocks, and tokens that tails have room for."""
-    ways = [_appended(context, call, block_tokens, recent_tokens) for call in (context, CALL_TOKENS)]
-    slots, rooms = zip(*ways, strict=True)
-    return max(slots), max(rooms)
-
-
-def _appended(context: int, call: int, block_tokens: int, recent_tokens: int) -> tuple[int, int]:
-    """The same where the text comes in calls of ``call`` tokens: the cache's own parts, without memory."""
-    pool, slots = SlotPool(), []
-    nothing = torch.empty(1, call, 1, device="meta")
-    tail, sealed = Tail.of(nothing[:, :0]), 0
-    for first in range(0, context, call):
-        stop = min(first + call, context)
-        tail = tail.append(nothing[:, : stop - first])
-        if blocks := max(0, stop - recent_tokens - sealed) // block_tokens:
-            slots += pool.allocate(blocks)
-            sealed += blocks * block_tokens
-            tail = tail.after(blocks * block_tokens)
-    slabs = {run.slab for run in pool.runs(slots)}
-    return sum(map(pool.slab_size, slabs)), tail.room.shape[1]
+    blocks = max(0, context - recent_tokens) // block_tokens
+    tail = context - blocks * block_tokens
+    return most_slots(blocks), -(-tail // GROWTH) * GROWTH

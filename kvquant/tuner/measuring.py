@@ -11,7 +11,7 @@ from numbers import Real
 
 from ..errors import PolicyError, shown
 from ..policy import PrecisionPolicy
-from .candidates import RAW, Assignment, Candidates
+from .candidates import RAW, Assignment, Candidates, Frame
 from .footprint import ROLES
 from .sensitivity import Cell, Sensitivity
 
@@ -137,13 +137,20 @@ def unmeasured_cells(sensitivity: Sensitivity, solutions: Sequence[Assignment]) 
     return first + others
 
 
-def measure_frames(sensitivity: Sensitivity, meter: Meter, reference: Assignment) -> Sensitivity:
-    """With the factors of all frames, measured on one assignment."""
-    frames = meter.candidates.frames
-    base = meter.measure("frame", replace(reference, frame=frames[0]))
-    factors = {frames[0]: 1.0}
-    for number, frame in enumerate(frames[1:], 1):
-        meter.tick("frames", number, len(frames))
-        loss = meter.measure("frame", replace(reference, frame=frame))
-        factors[frame] = loss / base if base else 1.0
-    return replace(sensitivity, frame_factors=factors)
+def measure_frames(
+    sensitivity: Sensitivity, meter: Meter, solve: Callable[[Sensitivity], Assignment]
+) -> tuple[Sensitivity, list[Assignment]]:
+    """With the factors of all frames, each measured on what would be chosen in it; and these choices.
+
+    What a frame saves others spend on codecs, and a frame suits some codecs better than others.
+    """
+    factors: dict[Frame, float] = {}
+    solutions = []
+    for number, frame in enumerate(meter.candidates.frames):
+        meter.tick("frames", number, len(meter.candidates.frames))
+        alone = replace(sensitivity, frame_factors={frame: 1.0})
+        solutions.append(solve(alone))
+        added = alone.predicted(solutions[-1])
+        factors[frame] = meter.measure("frame", solutions[-1]) / added if added else 1.0
+    first = factors[meter.candidates.frames[0]] or 1.0
+    return replace(sensitivity, frame_factors={frame: factor / first for frame, factor in factors.items()}), solutions

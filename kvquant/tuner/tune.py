@@ -101,11 +101,15 @@ def tune_policy(
     if budget is not None:
         allocate(_lossless(known), budget)  # so that hours of measuring do not end in a refusal
     meter = Meter(objective, candidates, seconds, tick)
+    solutions: list[Assignment] = []
     if sensitivity is None:
         known = _with_cells(known, meter, goal, most, estimated=estimates is not None)
-        known = measure_frames(known, meter, goal.reference(known))
+        known, solutions = measure_frames(known, meter, goal.reference)
     search = Search(goal, meter, known)
     first = search.take("first", goal.solve(known))
+    for solution in solutions:
+        if solution != first.assignment:
+            search.take("frame", solution)
     search.challenge(rivals)
     search.repair(first)
     search.insist()

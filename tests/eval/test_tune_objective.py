@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import kvquant
-from kvquant import PrecisionPolicy
-from kvquant import Candidates
+from kvquant import Candidates, PrecisionPolicy
 from kvquant_eval.errors import InputError
 from kvquant_eval.protocols import prefill_lanes
 from kvquant_eval.tuning.objective import KLObjective

@@ -15,7 +15,7 @@ FEW = ("fp16", "int8/channel/g64/none", "int4/channel/g64/none", "int2/channel/g
 TWO_FRAMES = (Frame(4, 128), Frame(16, 0))
 
 
-def candidates(layers=3, codecs=FEW, frames=TWO_FRAMES, heads=2, dims=(32, 64), context=1000) -> Candidates:
+def candidates(layers=3, codecs=FEW, frames=TWO_FRAMES, heads=2, dims=(32, 64), context=4000) -> Candidates:
     """Of a model whose layers are all alike."""
     footprint = Footprint(dict.fromkeys(range(layers), (heads, *dims)), context, 128)
     return Candidates(footprint, codecs, codecs, frames)
