@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from .keys import model_fingerprint
-    from .policy import LayerPolicy, PrecisionPolicy, preset_names
+    from .policy import LayerPolicy, PrecisionPolicy, preset_names, tuned_names
     from .store.base import BlockStore
     from .store.disk import DiskStore
     from .store.tiered import TieredStore
@@ -71,6 +71,7 @@ _HOME = {
     "preset_names": "policy",
     "register_codec": "codecs",
     "tune_policy": "tuner.tune",
+    "tuned_names": "policy",
 }
 
 __all__ = [
@@ -103,6 +104,7 @@ __all__ = [
     "preset_names",
     "register_codec",
     "tune_policy",
+    "tuned_names",
 ]
 
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -157,8 +158,8 @@ class PrecisionPolicy(BaseModel):
     def load(cls, source: str | Path) -> PrecisionPolicy:
         """Read a preset by name or a YAML file by path."""
         text = str(source)
-        if text in preset_names():
-            return cls.from_yaml(resources.files("kvquant.presets").joinpath(f"{text}.yaml").read_text(), text)
+        if text in (shipped := {**_shipped(), **_shipped("tuned")}):
+            return cls.from_yaml(shipped[text].read_text(encoding="utf-8"), text)
         path = Path(text)
         if not os.path.isfile(path):  # whatever its name: one too long is no file either
             raise PolicyError(f"policy {shown(text)} is neither a file nor a preset ({', '.join(preset_names())})")
@@ -318,12 +319,18 @@ class ResolvedPolicy:
 
 
 def preset_names() -> list[str]:
-    """Names of the policies shipped with kvquant."""
-    return sorted(
-        entry.name.removesuffix(".yaml")
-        for entry in resources.files("kvquant.presets").iterdir()
-        if entry.name.endswith(".yaml")
-    )
+    """Names of the policies shipped with kvquant that fit any model."""
+    return sorted(_shipped())
+
+
+def tuned_names() -> list[str]:
+    """Names of the policies shipped with kvquant that were tuned for one model: ``smollm2-135m-0.28``."""
+    return sorted(_shipped("tuned"))
+
+
+def _shipped(*folder: str) -> dict[str, Traversable]:
+    entries = resources.files("kvquant.presets").joinpath(*folder).iterdir()
+    return {entry.name.removesuffix(".yaml"): entry for entry in entries if entry.name.endswith(".yaml")}
 
 
 def _plain_layer(policy: LayerPolicy) -> dict[str, str]:

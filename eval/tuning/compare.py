@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import resources
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +15,6 @@ from ..front import kl_at
 from ..models import LoadedModel
 from ..rows import Row
 from ..sweep import Settings, Sweep
-from .outputs import is_tuned
 from .solution import Solution, TuneRow, tuned_row, widened
 
 
@@ -28,7 +26,7 @@ class _Rival:
 
 def rivals(model: Any) -> list[PrecisionPolicy]:
     """The presets that can serve a model, but for those that were tuned, for this one or another."""
-    return [policy for policy in map(PrecisionPolicy.load, untuned_presets()) if _serves(model, policy)]
+    return [policy for policy in map(PrecisionPolicy.load, preset_names()) if _serves(model, policy)]
 
 
 def comparison(loaded: LoadedModel, ids: Tensor, solution: Solution, settings: Settings) -> Sweep:
@@ -54,14 +52,6 @@ def compared(solution: Solution, rows: Sequence[Row]) -> list[TuneRow]:
         ratio_to_rivals=ours.kl_mean / rival if rival and ours.kl_mean is not None else None,
     )
     return [tuned, *(widened(row) for row in others)]
-
-
-def untuned_presets() -> Iterator[str]:
-    """Names of presets that `kvquant tune` has not made."""
-    for name in preset_names():
-        text = resources.files("kvquant.presets").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-        if not is_tuned(text):
-            yield name
 
 
 def _serves(model: Any, policy: PrecisionPolicy) -> bool:
