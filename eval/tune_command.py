@@ -64,7 +64,11 @@ def tune(
     ] = None,
     codecs: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Codecs to choose from beside fp16, e.g. int8,int4,int2. Default: all."),
+        typer.Option(
+            metavar="NAMES",
+            help="Codecs to choose from beside fp16, e.g. int8,int4,int2. Default: all of integers. The "
+            "others, nf4 and kin, must be named, since attention has to decode them.",
+        ),
     ] = None,
     score_tokens: Annotated[
         str, typer.Option(metavar="TOKENS", help="How many are scored at the end of each text.")

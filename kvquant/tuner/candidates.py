@@ -91,11 +91,12 @@ class Candidates:
         frames: Sequence[Frame] | None = None,
         block_tokens: int = 128,
     ) -> Self:
-        """Every codec with every axis, group and rotation that differs for a transformers model's heads.
+        """Codecs with every axis, group and rotation that differs for a transformers model's heads.
 
-        ``context`` is the length of the text, in tokens, whose bytes count. ``codecs`` limits codecs to those of these
-        names (``int4``, not ``int4/token/g64/none``) and ``fp16``. Raises `CodecError` for one that does not exist,
-        or that cannot encode blocks of ``block_tokens``.
+        ``context`` is the length of the text, in tokens, whose bytes count. ``codecs`` are those of these names
+        (``int4``, not ``int4/token/g64/none``) and ``fp16``; by default all whose codes attention reads as they are,
+        which leaves out bitsandbytes'. Raises `CodecError` for one that does not exist, or that cannot encode blocks
+        of ``block_tokens``.
         """
         footprint = Footprint.of(model, context, block_tokens)
         latent = caches_latents(model.config)
@@ -103,7 +104,7 @@ class Candidates:
         chosen = {}
         for role in ROLES:
             found: dict[Any, str] = {}
-            for base in dict.fromkeys([RAW, *(codec_names() if codecs is None else codecs)]):
+            for base in dict.fromkeys([RAW, *(_read_as_they_are() if codecs is None else codecs)]):
                 for codec in _variants(base, role, max(dims[role]), block_tokens, required=codecs is not None):
                     found.setdefault(_behaviour(codec, dims[role]), codec.name)
             chosen[role] = tuple(found.values())
@@ -193,6 +194,11 @@ def _variants(base: str, role: str, dim: int, block_tokens: int, required: bool)
             if required:
                 raise
     return found
+
+
+def _read_as_they_are() -> list[str]:
+    """Names of the codecs that every kernel attends to without decoding."""
+    return [name for name in codec_names() if isinstance(get_codec(name), Affine)]
 
 
 def _behaviour(codec: Codec, dims: set[int]) -> Any:
