@@ -74,11 +74,11 @@ def test_a_policy_and_its_folder(place: Path) -> None:
     assert assignment is not None
     assert sensitivity.candidates.footprint.ratio(assignment) <= 0.5
     text = path.read_text()
-    assert text.startswith("# kvquant tune: the least KL in 0.4 of the bytes.\n# kvquant tune --model ")
+    assert text.startswith("# kvquant tune: the least KL in 0.5 of the bytes.\n# kvquant tune --model ")
     for said in (
         "# weights: fingerprint ",
         "# text: ",
-        "(budget 0.4)",
+        "(budget 0.5)",
         "measured",
         "# on held-out text: KL",
         "rank 1 of 4",
