@@ -31,6 +31,7 @@ from .options import read_axis_and_rotation
 from .packing import pack, packed_width, unpack
 from .rotation import hadamard, unrotate
 
+BITS = (8, 6, 5, 4, 3, 2)  # of a code
 MIN_GROUP = 8  # a group of one value has min == max: it would look lossless and save nothing
 MAX_GROUP = 4096
 DEFAULT_GROUP = 64
@@ -54,7 +55,7 @@ class Affine:
         return f"int{self.bits}/{self.axis}/g{self.group}/{self.rotate}"
 
     def layout(self, heads: int, tokens: int, dim: int, dtype: torch.dtype) -> Layout:
-        """``codes`` uint8 ``[heads, tokens, ⌈dim·bits/8⌉]``; ``scale``, ``zero`` float16.
+        """``codes`` uint8 ``[heads, tokens, packed_width]``; ``scale``, ``zero`` float16.
 
         Parameters are ``[heads, tokens/group, dim]`` (channel) or ``[heads, tokens, dim/group]`` (token).
         """
@@ -132,7 +133,7 @@ class Affine:
         """What the lowest and the highest code of each group stand for."""
         # aminmax takes ten times as long on a CPU. Which zero of two these give depends on the machine: it becomes +0.
         low, high = x.amin(reduced, keepdim=True).add_(0.0), x.amax(reduced, keepdim=True).add_(0.0)
-        if self.bits == 8 or (self.bits == 4 and not self._fits):
+        if self.bits > 4 or (self.bits == 4 and not self._fits):
             return low, high
         zero, scale = low, (high - low) / self._top
         if self.bits == 4:
