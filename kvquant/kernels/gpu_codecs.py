@@ -150,7 +150,11 @@ def _parts(bits: int) -> int:
 
 def decodes(codec: Codec, fields: Fields, dim: int) -> bool:
     """Whether `decode` can do these: codes in two planes come in whole parts."""
-    return isinstance(codec, Affine) and runs_on(fields["codes"]) and not (planes(codec.bits)[1] and dim % _parts(codec.bits))
+    return (
+        isinstance(codec, Affine)
+        and runs_on(fields["codes"])
+        and not (planes(codec.bits)[1] and dim % _parts(codec.bits))
+    )
 
 
 def _takes(out: Fields, layout: Layout) -> bool:

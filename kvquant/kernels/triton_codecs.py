@@ -212,8 +212,8 @@ def encode_kernel(
     ``codes`` uint8 ``[blocks, heads, SIZE, …]``; ``scales`` and ``zeros`` are float16, per channel
     ``[blocks, heads, SIZE / COUNT, DIM]`` or ``PER_TOKEN`` ``[blocks, heads, SIZE, DIM / COUNT]``. Within a block each
     is dense; from block to block it is ``c_block``, or ``p_block``. Parts come as ``GROUPS`` of ``SPREAD``, over which
-    a token's group is spread. ``HIGH`` are the bits of codes' second plane, if any. ``FITTED`` says whether 4 bits cut off extremes. ``beyond``, int32 ``[1]``, becomes 1
-    where float16 cannot hold a range.
+    a token's group is spread. ``HIGH`` are the bits of codes' second plane, if any. ``FITTED`` says whether 4 bits cut
+    off extremes. ``beyond``, int32 ``[1]``, becomes 1 where float16 cannot hold a range.
     """
     TOP: tl.constexpr = (1 << BITS) - 1
     PARTS: tl.constexpr = GROUPS * SPREAD
