@@ -150,11 +150,9 @@ def _parts(bits: int) -> int:
 
 def decodes(codec: Codec, fields: Fields, dim: int) -> bool:
     """Whether `decode` can do these: codes in two planes come in whole parts."""
-    return (
-        isinstance(codec, Affine)
-        and runs_on(fields["codes"])
-        and not (planes(codec.bits)[1] and dim % _parts(codec.bits))
-    )
+    if not isinstance(codec, Affine) or not runs_on(fields["codes"]):
+        return False
+    return not planes(codec.bits)[1] or dim % _parts(codec.bits) == 0
 
 
 def _takes(out: Fields, layout: Layout) -> bool:
