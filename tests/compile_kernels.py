@@ -114,6 +114,7 @@ def grow(tails: Sequence[int]) -> None:
 
 CASES = [
     ("int4/channel/g64/none", "int4/token/g64/hadamard", 128, torch.bfloat16),
+    ("int6/channel/g128/none", "int5/token/g64/hadamard", 64, torch.bfloat16),
     ("int8/token/g16/none", "int3/channel/g8/none", 80, torch.float32, 5.0),
 ]
 

@@ -10,7 +10,9 @@ from kvquant import KVQuantCache
 from tests.models import feed, prompt, stock, tiny
 
 
-@pytest.mark.parametrize(("policy", "limit"), [("int8", 0.56), ("int4", 0.31), ("k8v4", 0.45), ("fp16", 1.02)])
+@pytest.mark.parametrize(
+    ("policy", "limit"), [("int8", 0.56), ("int4", 0.31), ("k8v4", 0.45), ("k6v5", 0.39), ("fp16", 1.02)]
+)
 def test_measured_bytes_at_8k(policy, limit):
     model = tiny("llama", head_dim=64, num_key_value_heads=1, max_position_embeddings=8192)
     cache = KVQuantCache.for_model(model, policy)
@@ -63,7 +65,7 @@ def test_stats_print_and_export(llama):
 # --- devices ---
 
 
-POLICIES = ["fp16", "int8", "int4", "mixed-3bit", "int2-aggressive"]
+POLICIES = ["fp16", "int8", "k6v5", "int4", "mixed-3bit", "int2-aggressive"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -13,7 +13,7 @@ from kvquant.errors import CodecError
 @pytest.mark.parametrize(
     ("spec", "complaint"),
     [
-        ("int5", "codec: 'int5' is not a codec; allowed: fp16, int8, int4"),
+        ("int7", "codec: 'int7' is not a codec; allowed: fp16, int8, int6, int5, int4, int3, int2, nf4"),
         ("int4 ", "codec: 'int4 ' is not a codec"),
         ("int4/channel", "codec: 'int4/channel' is not a codec"),
         (4, "codec: 4 is not a codec"),

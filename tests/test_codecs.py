@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvquant.codecs import Affine, BitsAndBytes, Raw, get_codec
+from kvquant.codecs.affine import BITS
 from kvquant.codecs.bnb import GROUPS
 from kvquant.codecs.packing import pack, packed_width, unpack
 from kvquant.codecs.rotation import hadamard, segments, unrotate
@@ -32,6 +33,26 @@ class TestInt8Channel(CodecContract):
 class TestInt8Token(CodecContract):
     codec = Affine(8, "token")
     sqnr_floor = 45.0
+
+
+class TestInt6Channel(CodecContract):
+    codec = Affine(6, "channel")
+    sqnr_floor = 33.0
+
+
+class TestInt6ChannelWholeBlock(CodecContract):
+    codec = Affine(6, "channel", group=128)
+    sqnr_floor = 32.0
+
+
+class TestInt5Token(CodecContract):
+    codec = Affine(5, "token")
+    sqnr_floor = 26.8
+
+
+class TestInt5Rotated(CodecContract):
+    codec = Affine(5, "token", rotate="hadamard")
+    sqnr_floor = 26.8
 
 
 class TestInt4Channel(CodecContract):
@@ -134,7 +155,7 @@ def plain_affine(x: np.ndarray, codec: Affine) -> tuple[np.ndarray, np.ndarray]:
 def plain_range(group: np.ndarray, bits: int, fits: bool) -> tuple[float, float]:
     """What the first and the last code stand for: the extremes, or at 4 bits the ends of a fitted line near them."""
     low, high = group.min(), group.max()
-    if bits == 8 or not fits or low == high:
+    if bits > 4 or not fits or low == high:
         return low, high
     step = (high - low) / 15
     slope, start = np.polyfit(np.rint((group - low) / step), group, 1)
@@ -144,7 +165,7 @@ def plain_range(group: np.ndarray, bits: int, fits: bool) -> tuple[float, float]
     )
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 5, 4])
 @pytest.mark.parametrize(("axis", "group"), [("channel", 64), ("channel", 32), ("token", 64), ("token", 16)])
 @pytest.mark.parametrize("dim", [64, 80, 15])
 def test_equals_an_independent_implementation(bits, axis, group, dim):
@@ -163,7 +184,7 @@ def test_equals_an_independent_implementation(bits, axis, group, dim):
 
 @settings(deadline=None, max_examples=60)
 @given(
-    bits=st.sampled_from([8, 4]),
+    bits=st.sampled_from([8, 6, 5, 4]),
     axis=st.sampled_from(["channel", "token"]),
     tokens=st.sampled_from([8, 24, 64, 128]),
     heads=st.integers(1, 3),
@@ -241,7 +262,7 @@ def test_a_constant_channel_among_others_is_recovered():
     assert (decoded[..., 5] == 100.0).all()
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("axis", ["channel", "token"])
 def test_zeros_of_two_signs_are_one(bits, axis):
     """Which of them is the lower depends on the machine, and bytes must not."""
@@ -251,7 +272,7 @@ def test_zeros_of_two_signs_are_one(bits, axis):
     assert not zero[zero == 0].signbit().any()
 
 
-@given(bits=st.sampled_from([1, 2, 4, 8]), dim=st.integers(1, 70), seed=st.integers(0, 99))
+@given(bits=st.sampled_from([1, 2, 3, 4, 5, 6, 8]), dim=st.integers(1, 70), seed=st.integers(0, 99))
 @settings(deadline=None)
 def test_packing_roundtrip(bits, dim, seed):
     codes = torch.randint(0, 2**bits, (3, 5, dim), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
@@ -264,6 +285,19 @@ def test_bit_order_is_pinned():
     codes = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
     assert pack(codes, 4).tolist() == [1 | 3 << 4, 2 | 4 << 4]
     assert pack(torch.tensor([1, 2, 3, 0], dtype=torch.uint8), 2).tolist() == [1 | 2 << 2 | 3 << 4]
+
+
+def test_the_order_of_two_planes_is_pinned():
+    """The low bits of all codes come first; what is left of them follows."""
+    for bits, low, high in ((3, 2, 1), (5, 4, 1), (6, 4, 2)):
+        codes = torch.arange(3, 3 + 24, dtype=torch.uint8).mul_(11).remainder_(1 << bits)
+        expected = torch.cat((pack(codes % (1 << low), low), pack(codes >> low, high)))
+        assert torch.equal(pack(codes, bits), expected)
+    codes = torch.tensor([0b101010, 0b011001, 0b110111, 0b000100], dtype=torch.uint8)
+    low = [0b0111_1010, 0b0100_1001]
+    assert pack(codes, 6).tolist() == [*low, 0b00_11_01_10]
+    assert pack(codes & 31, 5).tolist() == [*low, 0b0110]
+    assert pack(codes & 7, 3).tolist() == [0b00_11_01_10, 0b1100]
 
 
 @pytest.mark.parametrize("dim", [1, 2, 15, 64, 80, 96, 128, 255])
@@ -348,7 +382,7 @@ def test_bitsandbytes_groups_run_on_over_any_head_size(format, group, axis):
         assert torch.equal(alone, decoded[1:2]), dim
 
 
-@pytest.mark.parametrize("name", ["nf4", "fp4", "dynamic8", "int4", "int3"])
+@pytest.mark.parametrize("name", ["nf4", "fp4", "dynamic8", "int6", "int5", "int4", "int3"])
 def test_float16_near_its_limit_stays_finite_in_every_codec(name):
     codec = get_codec({"codec": name, "axis": "token", "rotate": "hadamard"})
     x = (torch.randn(1, 2, 128, 64) + 6.4e4).clamp(max=65504).half()

@@ -15,6 +15,7 @@ from kvquant.cache.layer import History, Layer, decoded
 from kvquant.cache.resident import Resident
 from kvquant.cache.rows import Rows
 from kvquant.codecs import Affine, Raw, get_codec
+from kvquant.codecs.affine import BITS
 from kvquant.codecs.base import to_dtype
 from kvquant.codecs.rotation import hadamard
 from kvquant.errors import CodecError
@@ -68,7 +69,7 @@ def codecs(draw, tokens):
     axis = draw(st.sampled_from(["channel", "token"]))
     group = draw(st.sampled_from([g for g in (8, 12, 24, 32, 40, 64, 128) if axis == "token" or tokens % g == 0]))
     rotate = draw(st.sampled_from(["none", "hadamard"]))
-    return Affine(draw(st.sampled_from([8, 4, 3, 2])), axis, group, rotate)
+    return Affine(draw(st.sampled_from(BITS)), axis, group, rotate)
 
 
 @st.composite
@@ -146,7 +147,7 @@ def test_fields_that_do_not_lie_together_are_not_written():
         same(fields[name], field)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("axis", ["channel", "token"])
 @pytest.mark.parametrize("rotate", ["none", "hadamard"])
 def test_every_head_size(bits, axis, rotate):
@@ -157,7 +158,7 @@ def test_every_head_size(bits, axis, rotate):
             check_decode(codec, check_encode(codec, x.to(dtype)), dim, dtype)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("axis", ["channel", "token"])
 def test_around_the_limits_of_float16(bits, axis):
     codec, limit = Affine(bits, axis, 8), 65504.0
@@ -166,7 +167,7 @@ def test_around_the_limits_of_float16(bits, axis):
         x[1] /= 2  # float16 holds it, but must not have it where its neighbours do not
         x[2, 0, 0, 0] = high
         fields = check_encode(codec, x)
-        if bits == 8:
+        if bits > 4:
             assert fields["scale"].dtype == (torch.float32 if max(-low, high) > limit else torch.float16)
         check_decode(codec, fields, 16, torch.float32)
         check_decode(codec, fields, 16, torch.float16)
@@ -210,7 +211,7 @@ def test_threads_make_no_difference():
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", ["int4", "int3/token/g32/hadamard", "fp16", "nf4"])
+@pytest.mark.parametrize("name", ["int4", "int3/token/g32/hadamard", "int6", "fp16", "nf4"])
 @pytest.mark.parametrize("built", [True, False])
 def test_coding_serves_every_codec(name, built, monkeypatch):
     if not built:

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from kvquant import get_codec
 from kvquant.attention import reference
+from kvquant.codecs.affine import BITS
 from kvquant.kernels import Dense, Sealed, attend, eager, encode, native, wide
 from kvquant.testing import relative_rms
 from tests.records import as_records
 
-CODECS = ["fp16", *(f"int{bits}" for bits in (8, 4, 3, 2))]
+CODECS = ["fp16", *(f"int{bits}" for bits in BITS)]
 LEVELS = range(native.isa() + 1) if native.library() else []
 
 

@@ -32,7 +32,7 @@ def test_presets_load_resolve_and_round_trip(name):
 
 
 def test_the_presets_the_project_promises_are_there():
-    assert set(preset_names()) >= {"fp16", "int8", "int4", "k8v4", "shallow-fp16-deep-int4", "balanced"}
+    assert set(preset_names()) >= {"fp16", "int8", "int4", "k8v4", "k6v5", "shallow-fp16-deep-int4", "balanced"}
 
 
 def test_shallow_fp16_deep_int4_is_the_layout_it_is_named_for():
@@ -48,9 +48,9 @@ def test_int4_is_keys_per_channel_and_values_rotated_per_token():
 
 codec_specs = st.one_of(
     st.just("fp16"),
-    st.sampled_from(["int8", "int4"]),
+    st.sampled_from(["int8", "int6", "int4"]),
     st.fixed_dictionaries(
-        {"codec": st.sampled_from(["int8", "int4"]), "axis": st.sampled_from(["channel", "token"])},
+        {"codec": st.sampled_from(["int8", "int5", "int4"]), "axis": st.sampled_from(["channel", "token"])},
         optional={"group": st.sampled_from([8, 16, 32]), "rotate": st.sampled_from(["none", "hadamard"])},
     ),
 )
@@ -217,7 +217,7 @@ def test_a_model_with_nothing_to_compress_is_refused_by_name():
             BASE + "layers: {0: {key: int8, value: int8, bits: 4}}",
             'layers["0"].bits: unknown setting; allowed: key, value',
         ),
-        (BASE + "layers: {0: {key: {codec: int5}, value: int8}}", "layers[\"0\"].key.codec: 'int5' is not a codec"),
+        (BASE + "layers: {0: {key: {codec: int7}, value: int8}}", "layers[\"0\"].key.codec: 'int7' is not a codec"),
         ("version: 1\nname: a\ndefault: {key: 'int4 ', value: int8}", "default.key.codec: 'int4 ' is not a codec"),
         ("version: 1\nname: a\ndefault: {key: int0, value: int8}", "default.key.codec: 'int0' is not a codec"),
         (
@@ -249,8 +249,8 @@ def test_bad_files_get_one_line_that_names_the_place(text, complaint):
 
 
 def test_loading_what_is_not_there(tmp_path):
-    with pytest.raises(PolicyError, match="'int5' is neither a file nor a preset \\(balanced, "):
-        PrecisionPolicy.load("int5")
+    with pytest.raises(PolicyError, match="'int7' is neither a file nor a preset \\(balanced, "):
+        PrecisionPolicy.load("int7")
     with pytest.raises(PolicyError, match="neither a file nor a preset"):
         PrecisionPolicy.load(tmp_path)
     binary = tmp_path / "p.yaml"

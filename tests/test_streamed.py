@@ -20,6 +20,7 @@ POLICIES = [
     PrecisionPolicy(name="fp16", default={"key": "fp16", "value": "fp16"}, **SMALL),
     PrecisionPolicy(name="int4", default={"key": "int4", "value": {"codec": "int4", "rotate": "hadamard"}}, **SMALL),
     PrecisionPolicy(name="mixed", default={"key": {"codec": "int8", "axis": "token"}, "value": "int3"}, **SMALL),
+    PrecisionPolicy(name="k6v5", default={"key": "int6", "value": {"codec": "int5", "rotate": "hadamard"}}, **SMALL),
 ]
 LATENT = {"deepseek_v2", "deepseek_v3"}
 

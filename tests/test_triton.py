@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import kvquant
 from kvquant import KVQuantCache, PrecisionPolicy, get_codec
 from kvquant.attention import reference
+from kvquant.codecs.affine import BITS
 from kvquant.kernels import Dense, Memo, Sealed, gpu, gpu_attention
 from kvquant.testing import relative_rms
 from tests.models import feed, generate, prompt, tiny
@@ -62,7 +63,7 @@ def cut(fields, first, stop):
     return {name: field[first:stop] for name, field in fields.items()}
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("bits", BITS)
 def test_every_kind_of_codes(bits):
     """Both sides at a width of codes, along both axes, rotated or not."""
     torch.manual_seed(bits)
@@ -76,7 +77,7 @@ def test_every_kind_of_codes(bits):
         check(output[None], logs[None], query[None], [[run]], 48, **how)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2, 16])
+@pytest.mark.parametrize("bits", [*BITS, 16])
 @pytest.mark.parametrize("size", [1.0, 1e6])
 def test_blocks_as_records(bits, size):
     """Read where they lie, with the same results; of the larger blocks parameters are float32."""
@@ -101,7 +102,7 @@ def test_blocks_as_records(bits, size):
 
 @st.composite
 def codecs(draw, role, tokens):
-    bits = draw(st.sampled_from([8, 4, 3, 2]))
+    bits = draw(st.sampled_from(BITS))
     axis, rotate = draw(st.sampled_from(["channel", "token"])), draw(st.sampled_from(["none", "hadamard"]))
     group = draw(st.sampled_from([g for g in (8, 16, 24, 32, 48, 64) if axis == "token" or tokens % g == 0]))
     return get_codec({"codec": f"int{bits}", "axis": axis, "group": group, "rotate": rotate}, role, tokens)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from .affine import Affine, make_affine
+from .affine import BITS, Affine, make_affine
 from .base import Codec, Fields, Layout, codec_names, get_codec, register_codec, unregister_codec
 from .bnb import BitsAndBytes, make_bnb
 from .raw import Raw, make_raw
 
 register_codec("fp16", make_raw)
-register_codec("int8", partial(make_affine, 8))
-register_codec("int4", partial(make_affine, 4))
-register_codec("int3", partial(make_affine, 3))
-register_codec("int2", partial(make_affine, 2))
+for _bits in BITS:
+    register_codec(f"int{_bits}", partial(make_affine, _bits))
 for _format in ("nf4", "fp4", "dynamic8"):
     register_codec(_format, partial(make_bnb, _format))
 

@@ -5,8 +5,9 @@ into ``per`` equal parts and byte ``c`` holds channel ``c`` of every part, part 
 
     int4, 8 channels:   byte 0 = ch0 | ch4 << 4    byte 1 = ch1 | ch5 << 4    …
 
-so unpacking is a shift and a mask over contiguous memory, with no interleaving. Codes of 3 bits, eight in three
-bytes, are their low two bits packed so, followed by their high bits packed so.
+so unpacking is a shift and a mask over contiguous memory, with no interleaving. Codes whose bits are no power of two
+come in two planes: the low bits, as large a power as there is, packed so, followed by the high ones packed so. That is
+2 + 1 bits for 3, 4 + 1 for 5 and 4 + 2 for 6.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ import torch
 from torch import Tensor
 
 
+def planes(bits: int) -> tuple[int, int]:
+    """Bits of the low and of the high plane of ``bits``-bit codes (1 to 6, or 8); the latter 0 where there is none."""
+    low = 1 << (bits.bit_length() - 1)
+    return low, bits - low
+
+
 def packed_width(dim: int, bits: int) -> int:
-    """Bytes that hold ``dim`` codes of ``bits`` bits (1, 2, 3, 4 or 8)."""
-    if bits == 3:
-        return packed_width(dim, 2) + packed_width(dim, 1)
-    return -(-dim * bits // 8)
+    """Bytes that hold ``dim`` codes of ``bits`` bits."""
+    low, high = planes(bits)
+    return -(-dim * low // 8) - (-dim * high // 8)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack uint8 codes ``[..., D]``, each below ``2**bits``, into uint8 ``[..., packed_width(D, bits)]``."""
-    if bits == 3:
-        return torch.cat((pack(codes & 3, 2), pack(codes >> 2, 1)), dim=-1)
+    low, high = planes(bits)
+    if high:
+        return torch.cat((pack(codes & ((1 << low) - 1), low), pack(codes >> low, high)), dim=-1)
     per = 8 // bits
     if per == 1:
         return codes
@@ -40,9 +47,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
     """Inverse of :func:`pack`: uint8 ``[..., W]`` to uint8 codes ``[..., dim]``."""
-    if bits == 3:
-        low, high = torch.split(packed, [packed_width(dim, 2), packed_width(dim, 1)], dim=-1)
-        return unpack(low, 2, dim) | unpack(high, 1, dim) << 2
+    low, high = planes(bits)
+    if high:
+        lower, upper = torch.split(packed, [packed_width(dim, plane) for plane in (low, high)], dim=-1)
+        return unpack(lower, low, dim) | unpack(upper, high, dim) << low
     per = 8 // bits
     if per == 1:
         return packed

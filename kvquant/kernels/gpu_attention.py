@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.affine import Affine
-from ..codecs.packing import packed_width
+from ..codecs.packing import packed_width, planes
 from ..codecs.rotation import matrix
 from . import eager
 from .gpu import on, power_of_two, sent
@@ -65,6 +65,7 @@ class Side(NamedTuple):
     group: int
     columns: int
     mode: int
+    high: int = 0
 
 
 def attend(
@@ -363,19 +364,19 @@ def _side(codec: Affine | None, dim: int) -> Side:
     """How the kernels read ``dim`` channels of a codec, or of what is no codes."""
     if codec is None:
         return Side(dim, 8, dim, 1, dim, power_of_two(dim), 1, dim, 1, PER_TOKEN)
-    width, parts = packed_width(dim, codec.bits), 8 // codec.bits
+    width, parts, (_, high) = packed_width(dim, codec.bits), 8 // codec.bits, planes(codec.bits)
     by_channel = codec.axis == "channel"
     group = 1 if by_channel else codec.channel_group(dim)
     span, columns = (codec.group, dim) if by_channel else (1, dim // group)
     mode = PER_CHANNEL if by_channel and _divisor(span) >= 16 else PER_TOKEN if group == dim else EACH
     pieces, piece = parts, width
-    if codec.bits == 3:
+    if high:
         pieces, piece = 1, dim
     elif not by_channel and mode == EACH and width * parts == dim:
         common = math.gcd(width, group)
         if dim // common <= MAX_PIECES:
             pieces, piece, mode = dim // common, common, PER_TOKEN
-    return Side(dim, codec.bits, width, pieces, piece, power_of_two(piece), span, group, columns, mode)
+    return Side(dim, codec.bits, width, pieces, piece, power_of_two(piece), span, group, columns, mode, high)
 
 
 def _divisor(number: int) -> int:

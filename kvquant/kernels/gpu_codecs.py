@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec, Fields, Layout
-from ..codecs.affine import Affine
+from ..codecs.affine import BITS, Affine
 from ..codecs.base import to_dtype
+from ..codecs.packing import planes
 from ..codecs.rotation import hadamard, unrotate
 from .gpu import on, power_of_two, runs_on
 from .segments import rotates, together
 
-BITS = (8, 4, 3, 2)
 ENCODED = 4096  # values of a tile that is encoded, about: they stay in registers
 MAX_GROUP = 1024  # of those
 DECODED = 2048  # bytes of a tile that is decoded, about: 16 a thread; with twice as many, registers spill
@@ -47,6 +47,7 @@ def decode(codec: Affine, fields: Fields, dim: int, dtype: torch.dtype, out: Ten
             SIZE=size,
             DIM=dim,
             BITS=codec.bits,
+            HIGH=planes(codec.bits)[1],
             SPAN=span,
             GROUP=group,
             ROWS=rows,
@@ -105,6 +106,7 @@ def encode(codec: Affine, blocks: Tensor, out: Fields | None = None) -> Fields:
             SIZE=size,
             DIM=dim,
             BITS=codec.bits,
+            HIGH=planes(codec.bits)[1],
             FITTED=codec._fits,
             GROUPS=parts // spread,
             SPREAD=spread,
@@ -133,7 +135,7 @@ def encodes(codec: Codec, blocks: Tensor) -> bool:
     parts = _parts(codec.bits)
     lanes = -(-dim // parts)
     group = codec.group if codec.axis == "channel" else codec.channel_group(dim)
-    if group > MAX_GROUP or (codec.bits < 4 and group & (group - 1)) or (codec.bits == 3 and dim % parts):
+    if group > MAX_GROUP or (codec.bits < 4 and group & (group - 1)) or (planes(codec.bits)[1] and dim % parts):
         return False
     if codec.axis == "channel":
         return size % group == 0
@@ -142,12 +144,15 @@ def encodes(codec: Codec, blocks: Tensor) -> bool:
 
 def _parts(bits: int) -> int:
     """Parts of a token's channels that lie in the same bytes; see ``codecs/packing.py``."""
-    return 8 if bits == 3 else 8 // bits
+    low, high = planes(bits)
+    return 8 // (high or low)
 
 
 def decodes(codec: Codec, fields: Fields, dim: int) -> bool:
-    """Whether `decode` can do these: codes of 3 bits come in whole eighths."""
-    return isinstance(codec, Affine) and runs_on(fields["codes"]) and not (codec.bits == 3 and dim % 8)
+    """Whether `decode` can do these: codes in two planes come in whole parts."""
+    if not isinstance(codec, Affine) or not runs_on(fields["codes"]):
+        return False
+    return not planes(codec.bits)[1] or dim % _parts(codec.bits) == 0
 
 
 def _takes(out: Fields, layout: Layout) -> bool:

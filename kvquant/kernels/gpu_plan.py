@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from ..codecs import Fields
-from ..codecs.affine import Affine
+from ..codecs.affine import BITS, Affine
 from ..codecs.raw import Raw
 from .gpu import sent
 from .segments import Dense, Sealed, Segment, rotates, whole_blocks
 
 RUN, ITEM, ROW = 16, 8, 4  # words, as in the kernels
 CODES, DENSE, NEWEST = range(3)  # kinds of items, as in the kernels
-BITS = (8, 4, 3, 2)
 RAW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NEWEST_EACH = 128  # newest tokens of an item, at least
 VECTOR = 16  # bytes that a thread reads at once, at most

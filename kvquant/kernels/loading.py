@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch  # loads the OpenMP runtime
 
-VERSION = 3  # of csrc/kvq.h
+VERSION = 4  # of csrc/kvq.h
 ISAS = ("portable", "AVX2", "AVX-512BW", "AVX-512-VNNI")
 
 # A wheel without the library, built where there was no compiler, may lie in pip's cache.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Fields, Layout
-from ..codecs.affine import Affine
+from ..codecs.affine import BITS, Affine
 from .loading import at_hand, isa, library
 from .segments import together, whole_blocks
 
@@ -26,7 +26,7 @@ _WIDE = 1  # of a block, as csrc/codecs.h numbers it; what is above is left to t
 
 def serves(codec: Affine, given: Tensor) -> bool:
     """Whether the library has this codec for blocks, or codes, that lie where ``given`` does."""
-    return type(codec) is Affine and codec.bits in (8, 4, 3, 2) and at_hand(given.device)
+    return type(codec) is Affine and codec.bits in BITS and at_hand(given.device)
 
 
 def encode(codec: Affine, blocks: Tensor, out: Fields | None = None, level: int | None = None) -> Fields | None:

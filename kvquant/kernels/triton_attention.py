@@ -9,7 +9,8 @@ A tile of bytes is read as it lies and its channels come in pieces: piece i is c
 position and, where there are groups of channels, of one group. A side's compile-time numbers are a tuple
 (`gpu_attention.Side`): ``DIM`` channels of ``BITS`` bits in ``BYTES`` bytes a token; ``PIECES`` of ``WIDTH``
 channels, padded to ``LANES``; the parameters of (token, channel) lie at (token // ``SPAN``, channel // ``GROUP``) of
-rows of ``COLUMNS``; ``MODE`` is how many a piece has.
+rows of ``COLUMNS``; ``MODE`` is how many a piece has; ``HIGH`` are the bits of codes' second plane, if any, and then
+one piece has all channels.
 
 The table of int64 that all programs share is described in ``gpu_attention.py``.
 """
@@ -46,8 +47,10 @@ def _codes(codes: tl.tensor, tokens: tl.tensor, present: tl.tensor, magic: tl.te
     PIECES: tl.constexpr = SIDE[3]
     WIDTH: tl.constexpr = SIDE[4]
     LANES: tl.constexpr = SIDE[5]
-    LOW: tl.constexpr = (DIM + 3) // 4
-    HIGH: tl.constexpr = (DIM + 7) // 8
+    HIGH: tl.constexpr = SIDE[10]
+    LOW: tl.constexpr = BITS - HIGH
+    LOW_BYTES: tl.constexpr = (DIM * LOW + 7) // 8
+    HIGH_BYTES: tl.constexpr = BYTES - LOW_BYTES
     lane = tl.arange(0, LANES)
     # Of a mask that is all true, the compiler makes nothing.
     held = tl.full((LANES,), True, tl.int1) if LANES == WIDTH else lane < WIDTH
@@ -55,12 +58,12 @@ def _codes(codes: tl.tensor, tokens: tl.tensor, present: tl.tensor, magic: tl.te
     source = codes + (tokens * BYTES)[:, None]
     found = ()
     for piece in tl.static_range(PIECES):
-        if BITS == 3:  # two bits of a code in the first bytes, the third after them
-            low = tl.load(source + (lane % LOW)[None, :], mask=inside, other=0).to(tl.int32)
-            high = tl.load(source + (LOW + lane % HIGH)[None, :], mask=inside, other=0).to(tl.int32)
-            low = (low >> (lane // LOW * 2)[None, :]) & 3
-            high = (high >> (lane // HIGH)[None, :]) & 1
-            bits = ((high << 2) | low).to(tl.uint16)
+        if HIGH:  # the low bits of a code in the first bytes, the others after them
+            low = tl.load(source + (lane % LOW_BYTES)[None, :], mask=inside, other=0).to(tl.int32)
+            high = tl.load(source + (LOW_BYTES + lane % HIGH_BYTES)[None, :], mask=inside, other=0).to(tl.int32)
+            low = (low >> (lane // LOW_BYTES * LOW)[None, :]) & ((1 << LOW) - 1)
+            high = (high >> (lane // HIGH_BYTES * HIGH)[None, :]) & ((1 << HIGH) - 1)
+            bits = ((high << LOW) | low).to(tl.uint16)
         else:
             packed = tl.load(source + (piece * WIDTH % BYTES + lane)[None, :], mask=inside, other=0)
             bits = (packed & (((1 << BITS) - 1) << (BITS * (piece * WIDTH // BYTES)))).to(tl.uint16)

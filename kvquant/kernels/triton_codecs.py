@@ -194,6 +194,7 @@ def encode_kernel(
     SIZE: tl.constexpr,
     DIM: tl.constexpr,
     BITS: tl.constexpr,
+    HIGH: tl.constexpr,
     FITTED: tl.constexpr,
     GROUPS: tl.constexpr,
     SPREAD: tl.constexpr,
@@ -211,13 +212,15 @@ def encode_kernel(
     ``codes`` uint8 ``[blocks, heads, SIZE, …]``; ``scales`` and ``zeros`` are float16, per channel
     ``[blocks, heads, SIZE / COUNT, DIM]`` or ``PER_TOKEN`` ``[blocks, heads, SIZE, DIM / COUNT]``. Within a block each
     is dense; from block to block it is ``c_block``, or ``p_block``. Parts come as ``GROUPS`` of ``SPREAD``, over which
-    a token's group is spread. ``FITTED`` says whether 4 bits cut off extremes. ``beyond``, int32 ``[1]``, becomes 1
-    where float16 cannot hold a range.
+    a token's group is spread. ``HIGH`` are the bits of codes' second plane, if any. ``FITTED`` says whether 4 bits cut
+    off extremes. ``beyond``, int32 ``[1]``, becomes 1 where float16 cannot hold a range.
     """
     TOP: tl.constexpr = (1 << BITS) - 1
     PARTS: tl.constexpr = GROUPS * SPREAD
     LANES: tl.constexpr = (DIM + PARTS - 1) // PARTS  # channels of a part
-    BYTES: tl.constexpr = 3 * LANES if BITS == 3 else LANES
+    LOW: tl.constexpr = BITS - HIGH
+    SHARES: tl.constexpr = LOW // HIGH if HIGH else 1  # of the first plane's bytes, as many as a part has lanes
+    BYTES: tl.constexpr = (SHARES + 1) * LANES if HIGH else LANES
     pair = tl.program_id(0).to(tl.int64)
     part = (tl.arange(0, GROUPS)[:, None] * SPREAD + tl.arange(0, SPREAD)[None, :])[:, :, None, None]
     row, column = tl.arange(0, ROWS_PADDED), tl.arange(0, WIDTH_PADDED)
@@ -240,11 +243,11 @@ def encode_kernel(
     numbers = tl.where(inside, steps, 0.0).to(tl.int32)
     places = codes + pair // heads * c_block + (pair % heads * SIZE + token) * BYTES + lane
     held = rows & columns
-    if BITS == 3:  # two bits of each code, in quarters of two parts each; then the third, in the eighths
-        for half in tl.static_range(2):
-            own = tl.where(part % 2 == half, (numbers & 3) << (part // 2 * 2), 0)
-            tl.store(places + half * LANES, _packed(own), mask=held)
-        tl.store(places + 2 * LANES, _packed((numbers >> 2) << part), mask=held)
+    if HIGH:  # the low bits of each code, of every SHARES-th part in the same bytes; then the high ones, of all
+        for share in tl.static_range(SHARES):
+            own = tl.where(part % SHARES == share, (numbers & ((1 << LOW) - 1)) << (LOW * (part // SHARES)), 0)
+            tl.store(places + share * LANES, _packed(own), mask=held)
+        tl.store(places + SHARES * LANES, _packed((numbers >> LOW) << (HIGH * part)), mask=held)
     else:
         tl.store(places, _packed(numbers << (BITS * part)), mask=held)
 
@@ -280,6 +283,7 @@ def decode_kernel(
     SIZE: tl.constexpr,
     DIM: tl.constexpr,
     BITS: tl.constexpr,
+    HIGH: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -291,16 +295,17 @@ def decode_kernel(
     ``output`` is any float ``[blocks, heads, SIZE, DIM]``, ``BOUNDED`` if float16. The parameters of (token, channel)
     lie at (token // ``SPAN``, channel // ``GROUP``).
     """
-    PARTS: tl.constexpr = 8 if BITS == 3 else 8 // BITS
+    PARTS: tl.constexpr = 8 // HIGH if HIGH else 8 // BITS
+    LOW: tl.constexpr = BITS - HIGH
+    SHARES: tl.constexpr = LOW // HIGH if HIGH else 1
     LANES: tl.constexpr = (DIM + PARTS - 1) // PARTS  # channels of a part
     pair = tl.program_id(0).to(tl.int64)
     token, lane = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES_PADDED)
     stored = (token < SIZE)[:, None] & (lane < LANES)[None, :]
     source = codes + pair // heads * c_block + pair % heads * c_head + token[:, None] * c_row + lane[None, :]
-    packed = tl.load(source, mask=stored, other=0).to(tl.int32)
-    if BITS == 3:  # as `encode_kernel` writes them
-        second = tl.load(source + LANES, mask=stored, other=0).to(tl.int32)
-        eighths = tl.load(source + 2 * LANES, mask=stored, other=0).to(tl.int32)
+    packed = ()  # as `encode_kernel` writes them
+    for share in tl.static_range(SHARES + 1 if HIGH else 1):
+        packed = packed + (tl.load(source + share * LANES, mask=stored, other=0).to(tl.int32),)
     target = output + pair // heads * o_block + pair % heads * o_head + (token * o_row)[:, None]
     params = pair // heads * p_block + pair % heads * p_head + (token // SPAN * p_row)[:, None]
     for part in tl.static_range(PARTS):
@@ -312,10 +317,9 @@ def decode_kernel(
             places, known = params + (channel // GROUP)[None, :], inside
         scale = tl.load(scales + places, mask=known, other=0.0).to(tl.float32)
         zero = tl.load(zeros + places, mask=known, other=0.0).to(tl.float32)
-        if BITS == 3:
-            numbers = ((second if part % 2 else packed) >> (part // 2 * 2)) & 3 | ((eighths >> part) & 1) << 2
-        else:
-            numbers = (packed >> (BITS * part)) & ((1 << BITS) - 1)
+        numbers = (packed[part % SHARES] >> (LOW * (part // SHARES))) & ((1 << LOW) - 1)
+        if HIGH:
+            numbers |= ((packed[SHARES] >> (HIGH * part)) & ((1 << HIGH) - 1)) << LOW
         values = numbers.to(tl.float32) * scale + zero
         if BOUNDED:
             values = _clamp(values, -FP16_MAX, FP16_MAX)

@@ -157,7 +157,7 @@ def test_command_prints_json_or_a_table(small_caches, capsys):
         (["--tokens", "2.5K"], "--tokens: '2.5K' is not a number of tokens"),
         (["--tokens", "200"], "--tokens: of 200 int4 compresses none; allowed: from 256"),
         (["--tokens", "900000M"], "--tokens: 943718400000 needs about "),
-        (["--policies", "int5"], "'int5' is neither a file nor a preset"),
+        (["--policies", "int7"], "'int7' is neither a file nor a preset"),
         (["--dtype", "int8"], "'int8' is not one of"),
         (["--queries", "0"], "'--queries': Input should be greater than or equal to 1"),
     ],

@@ -288,7 +288,7 @@ def test_command_tells_of_peers_that_are_missing(small_caches, model_folder, pol
         (["--contexts", "many"], "--contexts: 'many' is not a number of tokens"),
         (["--batch", "0"], "'--batch': Input should be greater than or equal to 1"),
         (["--steps", "127"], "--steps: 127; allowed: up to 126, or int4 would seal a block"),
-        (["--policies", "int5"], "'int5' is neither a file nor a preset"),
+        (["--policies", "int7"], "'int7' is neither a file nor a preset"),
         (["--model", "./nothing"], "no such file or folder"),
     ],
 )

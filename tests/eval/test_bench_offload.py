@@ -133,7 +133,7 @@ def test_command_prints_json_or_a_table(small_caches, model_folder, policy_file,
     [
         (["--contexts", "900000M"], "--contexts: 900000M needs about "),
         (["--contexts", "200"], "--contexts: of 200 int4 compresses none; allowed: from 256"),
-        (["--policy", "int5"], "'int5' is neither a file nor a preset"),
+        (["--policy", "int7"], "'int7' is neither a file nor a preset"),
         (["--disk-share", ".5"], "--disk-share and --path go together"),
         (["--path", "."], "--disk-share and --path go together"),
         (["--disk-share", ".9", "--path", "."], "--disk-share: 0.9; allowed: up to 0.75"),

@@ -58,7 +58,7 @@ def test_command_prints_json_or_a_table(small_caches, model_folder, capsys):
     ("arguments", "complaint"),
     [
         (["--contexts", "1M"], "--contexts: 1048576; allowed: up to the model's limit of 512 tokens"),
-        (["--policies", "int5"], "'int5' is neither a file nor a preset"),
+        (["--policies", "int7"], "'int7' is neither a file nor a preset"),
         (["--repeats", "0"], "'--repeats': Input should be greater than or equal to 1; given: '0'"),
         (["--chunk", "half"], "--chunk: 'half' is not a number of tokens"),
     ],

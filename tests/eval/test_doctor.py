@@ -157,7 +157,7 @@ def test_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     ("arguments", "complaint"),
     [
         (["/no/such/model"], "no such file or folder"),
-        (["MODEL", "--policy", "int5"], "'int5' is neither a file nor a preset"),
+        (["MODEL", "--policy", "int7"], "'int7' is neither a file nor a preset"),
         ([], "Missing argument 'model'"),
     ],
 )

@@ -219,7 +219,7 @@ WRONG = {
     "negative seed": ({"--seed": "-1"}, [], "--seed"),
     "bad contexts": ({"--contexts": "2X"}, [], "--contexts: '2X'"),
     "no policies": ({"--policies": ","}, [], "--policies"),
-    "unknown policy": ({"--policies": "int5"}, [], "'int5' is neither a file nor a preset"),
+    "unknown policy": ({"--policies": "int7"}, [], "'int7' is neither a file nor a preset"),
     "policy with a blank": ({"--policies": "int4 x"}, [], "'int4 x'"),
     "missing text": ({"--text": "none.txt"}, [], "--text: none.txt: No such file"),
     "missing model": ({"--model": "./none"}, [], "model: ./none: no such file or folder"),

@@ -18,6 +18,7 @@
 #include <string.h>
 
 #include "codecs.h"
+#include "planes.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define KVQ_X86 1

@@ -10,6 +10,7 @@
 #include <new>
 
 #include "kvq.h"
+#include "planes.h"
 
 #ifdef _OPENMP
 #include <omp.h>

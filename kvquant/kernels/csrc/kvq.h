@@ -2,14 +2,14 @@
 #pragma once
 #include <stdint.h>
 
-#define KVQ_VERSION 3
+#define KVQ_VERSION 4
 
 enum { KVQ_CODES = 0, KVQ_FLOAT32 = 1, KVQ_BFLOAT16 = 2, KVQ_FLOAT16 = 3 };
 
 // How keys, or values, are stored. Codes as kvquant/codecs/packing.py lays them out.
 typedef struct {
     int64_t kind;
-    int64_t bits;       // of a code: 8, 4, 3 or 2
+    int64_t bits;       // of a code: 8, 6, 5, 4, 3 or 2
     int64_t per_token;  // 1: a scale for `group` channels of a token; 0: for `group` tokens of a channel
     int64_t group;
     int64_t dim;
