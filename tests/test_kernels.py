@@ -192,3 +192,15 @@ def test_fields_as_a_codec_gives_them():
     segments = [Sealed(*codecs, *(codec.encode(blocks) for codec in codecs), (64, 64), 64, 0, 128)]
     expected, _ = reference.attend(query, segments, 64, scale=0.125, dtype=torch.float64)
     assert relative_rms(attend(query, segments, 64, scale=0.125)[0], expected) <= 1e-3
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dim", [256, 512])
+def test_wide_heads(bits, dim):
+    """Whose rows of codes are longer than a vector."""
+    codecs = get_codec(f"int{bits}/channel/g32/none", "key", 32), get_codec(f"int{bits}/token/g64/none", "value", 32)
+    fields = [encode(codec, torch.randn(2, 2, 32, dim)) for codec in codecs]
+    problem = torch.randn(2, 3, dim), [Sealed(*codecs, *fields, (dim, dim), 32, 4, 64)], dim, {"scale": dim**-0.5}
+    check(eager.attend, problem, 1e-5)
+    for level in LEVELS:
+        check(native.attend, problem, 1e-3 if level >= 2 else 2e-5, level=level)
