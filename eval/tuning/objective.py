@@ -46,10 +46,10 @@ class KLObjective:
         self.seconds += time.perf_counter() - began
         return Scores(
             positions=self.tail.targets,
-            nll=found.nll.numpy(),
-            reference_nll=self.tail.reference_nll().numpy(),
-            kl=found.kl.numpy(),
-            agree=found.agree.numpy().astype(np.float64),
+            nll=found.nll.cpu().numpy(),
+            reference_nll=self.tail.reference_nll().cpu().numpy(),
+            kl=found.kl.cpu().numpy(),
+            agree=found.agree.cpu().numpy().astype(np.float64),
         )
 
     @property

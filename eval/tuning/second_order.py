@@ -78,7 +78,7 @@ def _gradients(
     Gradients are ``[heads, tokens, dim]``, in bfloat16, which has float32's range.
     """
     found: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
-    generator = torch.Generator().manual_seed(seed)  # the same draws for all layers
+    generator = torch.Generator(tail.ids.device).manual_seed(seed)  # the same draws for all layers
     with _frozen(tail.model):
         for number, (start, end) in enumerate(tail.bounds):
             for _ in range(samples):
@@ -92,7 +92,7 @@ def _gradients(
                     logits = tail.model(input_ids=tail.ids[None, start:end], cache=cache, use_cache=True).logits[0]
                     log_p = logits.float().log_softmax(-1)
                     drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
-                    signs = 2 * torch.randint(0, 2, drawn.shape, generator=generator) - 1
+                    signs = 2 * torch.randint(0, 2, drawn.shape, generator=generator, device=drawn.device) - 1
                     gradients = torch.autograd.grad((log_p.gather(1, drawn) * signs).sum(), leaves)
                 for layer, pair in zip(layers, _batched(gradients, 2), strict=True):
                     keys, values = (gradient[0, :, : sealed[number]].bfloat16() for gradient in pair)
@@ -104,7 +104,7 @@ def _gradients(
 def _stacked(gradients: Sequence[Tensor], tokens: int) -> Tensor:
     """Gradients of one layer's keys, or values, ``[heads, samples, tokens · dim]``, 0 where they do not reach."""
     heads, _, dim = gradients[0].shape
-    stacked = torch.zeros(heads, len(gradients), tokens, dim)
+    stacked = torch.zeros(heads, len(gradients), tokens, dim, device=gradients[0].device)
     for number, gradient in enumerate(gradients):
         stacked[:, number, : gradient.shape[1]] = gradient
     return stacked.flatten(2)

@@ -48,7 +48,7 @@ class Tail:
     def __init__(
         self, model: Any, ids: Tensor, score_tokens: int, tick: Callable[[int, int], None] = lambda start, end: None
     ) -> None:
-        self.model, self.ids = model, ids
+        self.model, self.ids = model, ids.to(model.device)
         self.first = len(ids) - score_tokens
         if self.first < 4 * CHUNK:
             raise InputError(
