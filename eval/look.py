@@ -80,7 +80,9 @@ def dress(axes: Axes, title: str = "") -> None:
 
 
 def legend_below(figure: Figure, series: Sequence[tuple[Artist, str]]) -> None:
-    """A legend of handles and names under the axes, by which the figure grows."""
+    """A legend of handles and names under the axes, by which the figure grows; none of nothing."""
+    if not series:
+        return
     names = [name for _, name in series]
     longest = max(map(len, names))
     columns = max(1, min(len(names), 4, int(figure.get_figwidth() / (0.65 + 0.075 * longest))))

@@ -67,7 +67,7 @@ def tune(
         typer.Option(
             metavar="NAMES",
             help="Codecs to choose from beside fp16, e.g. int8,int4,int2. Default: all of integers. The "
-            "others, nf4 and kin, must be named, since attention has to decode them.",
+            "others, nf4, fp4 and dynamic8, must be named, since attention has to decode them.",
         ),
     ] = None,
     score_tokens: Annotated[
@@ -96,7 +96,9 @@ def tune(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap intervals.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the estimates' draws, and of the bootstrap intervals.")
+    ] = 0,
 ) -> int:
     """See `TUNE_HELP`."""
     from .options import expanded, parse_tokens, split_list

@@ -26,7 +26,7 @@ from ..rope import context_limit, frequencies_of
 from ..rows import Scores
 from ..sweep import Settings
 from .command import Options, Talk, Tell
-from .compare import compared, comparison, rivals
+from .compare import compared, comparison, most_ratios, rivals
 from .goal import Goal
 from .objective import KLObjective
 from .passages import Passages, cut, find_texts
@@ -166,7 +166,8 @@ def _verified(solution: Solution, loaded: LoadedModel, passages: Passages, talk:
     settings = Settings((context,), "prefill", _CHUNK, options.score_tokens, options.dtype, options.seed)
     sweep = comparison(loaded, passages.held_out, solution, settings)
     with talk.progress(f"{len(sweep.policies)} policies on held-out text", sweep.forwards()) as tick:
-        rows = compared(solution, list(sweep.rows(tick)))
+        most = most_ratios(loaded.model, solution.sensitivity.candidates.footprint)
+        rows = compared(solution, list(sweep.rows(tick)), most)
     if rows[0].status == "ok":
         return solution.with_rows(rows)
     return replace(solution, rows=rows, broken=[*solution.broken, f"held-out text: {rows[0].reason}"])

@@ -19,6 +19,8 @@ from . import outputs
 from .goal import Goal
 from .solution import Outcome, Solution, untested_row
 
+_LARGEST_FILE = 64 << 20  # bytes; those of models of a hundred layers take three
+
 Tell = Callable[[str, float, float], None]
 """Told a stage's name, how much of it is done, and how much there is."""
 
@@ -86,6 +88,8 @@ def run(options: Options, arguments: Sequence[str], talk: Talk) -> Outcome:
 def read(path: Path) -> Sensitivity:
     """The sensitivities of an earlier run. Raises `kvquant.KVQuantError` where that can't be read."""
     try:
+        if path.exists() and (not path.is_file() or path.stat().st_size > _LARGEST_FILE):
+            raise InputError(f"--from: {path}: not a file of up to {_LARGEST_FILE >> 20} MiB")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error

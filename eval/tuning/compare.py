@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from kvquant import KVQuantCache, KVQuantError, PrecisionPolicy, preset_names
+from kvquant.tuner.candidates import Assignment, Frame
+from kvquant.tuner.footprint import Footprint
 
 from ..front import kl_at
 from ..models import LoadedModel
@@ -37,8 +39,11 @@ def comparison(loaded: LoadedModel, ids: Tensor, solution: Solution, settings: S
     return Sweep(loaded.name, loaded.model, ids, [tuned, *others], new, settings)
 
 
-def compared(solution: Solution, rows: Sequence[Row]) -> list[TuneRow]:
-    """The rows of `comparison`, the tuned policy's first and beside what the presets give in as many bytes."""
+def compared(solution: Solution, rows: Sequence[Row], most: Mapping[str, float]) -> list[TuneRow]:
+    """The rows of `comparison`, the tuned policy's first and beside what the presets give in as many bytes.
+
+    ``most`` is the share of bytes that each preset may come to, by name.
+    """
     ours, *others = sorted(rows, key=lambda row: row.policy != solution.policy.name)
     points = [
         _Rival(row.kv_ratio, row.kl_mean)
@@ -51,7 +56,20 @@ def compared(solution: Solution, rows: Sequence[Row]) -> list[TuneRow]:
         kl_at_equal_bytes=rival,
         ratio_to_rivals=ours.kl_mean / rival if rival and ours.kl_mean is not None else None,
     )
-    return [tuned, *(widened(row) for row in others)]
+    return [tuned, *(widened(row, most.get(row.policy)) for row in others)]
+
+
+def most_ratios(model: Any, footprint: Footprint) -> dict[str, float]:
+    """By name, the share of the 16-bit bytes that each preset may come to."""
+    found = {}
+    for policy in rivals(model):
+        layers = {
+            layer.index: (layer.policy.key.name, layer.policy.value.name)
+            for layer in policy.resolve(model).layers
+            if layer.policy is not None
+        }
+        found[policy.name] = footprint.ratio(Assignment(Frame(policy.sink_tokens, policy.recent_tokens), layers))
+    return found
 
 
 def _serves(model: Any, policy: PrecisionPolicy) -> bool:

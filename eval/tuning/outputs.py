@@ -150,8 +150,9 @@ def _readme(outcome: Outcome) -> str:
 def _verdict(solution: Solution) -> Iterator[str]:
     measured = "not measured" if solution.measured is None else f"measured {solution.measured:.3g}"
     yield (
-        f"It takes **{solution.ratio:.4f}** of 16 bits an element in the full-attention layers; KL in nats per token "
-        f"on the calibration text: predicted {solution.predicted:.3g}, {measured}."
+        f"It takes at most **{solution.ratio:.4f}** of 16 bits an element in the full-attention layers, whatever "
+        f"calls bring the text. KL in nats per token on the calibration text: predicted {solution.predicted:.3g}, "
+        f"{measured}."
     )
     for words in solution.broken:
         yield f"\n**Not met:** {printable(words)}."

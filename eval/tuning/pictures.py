@@ -30,7 +30,8 @@ def layers_picture(solution: Solution) -> bytes:
     series = [*_bars(upper, solution, layers), *_losses(lower, solution, layers)]
     upper.set_ylabel("bits an element")
     dress(upper, f"{plain(solution.policy.name)}: what each layer got, {solution.ratio:.1%} of the bytes")
-    lower.set_yscale("log")
+    if lower.lines:
+        lower.set_yscale("log")
     lower.set_ylabel("KL, nats per token")
     lower.set_xlabel("layer")
     dress(lower, "Sensitivity: what a layer's keys or values would add to KL")
@@ -50,9 +51,10 @@ def pareto_picture(solution: Solution, curve: Sequence[Point]) -> bytes:
     series += _on_held_out(axes, held_out)
     reached = [point.ratio for point in curve] + [solution.ratio]
     axes.set_xlim(0.94 * min(reached), 1.03 * max(reached))
-    axes.set_yscale("log")
+    if axes.lines:
+        axes.set_yscale("log")
     axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-    axes.set_xlabel("KV cache bytes, share of 16 bits an element")
+    axes.set_xlabel("KV cache bytes at most, share of 16 bits an element")
     axes.set_ylabel("KL from the uncompressed cache, nats per token")
     dress(axes, f"{plain(solution.policy.name)}: {solution.goal}")
     legend_below(figure, series)
@@ -85,10 +87,11 @@ def _losses(axes: Axes, solution: Solution, layers: Sequence[int]) -> Iterator[t
 def _calibration(axes: Axes, solution: Solution, curve: Sequence[Point]) -> Iterator[tuple[Artist, str]]:
     """What was predicted and measured on the text that the policy was tuned on."""
     predicted = [point for point in curve if point.kl > 0]
-    (line,) = axes.plot(
-        [point.ratio for point in predicted], [point.kl for point in predicted], color=COLORS[0], linewidth=1.4
-    )
-    yield line, "best, predicted"
+    if predicted:
+        (line,) = axes.plot(
+            [point.ratio for point in predicted], [point.kl for point in predicted], color=COLORS[0], linewidth=1.4
+        )
+        yield line, "best, predicted"
     if measured := _measured(solution):
         (dots,) = axes.plot(
             [trial.ratio for trial in measured],
@@ -114,9 +117,9 @@ def _measured(solution: Solution) -> list[Trial]:
 def _held_out_points(solution: Solution) -> list[Labelled]:
     """Policies on held-out text; those that lose nothing have no place on a log axis."""
     return [
-        Labelled(row.policy, row.context, row.kv_ratio, row.kl_mean, False)
+        Labelled(row.policy, row.context, row.kv_ratio_most, row.kl_mean, False)
         for row in solution.rows
-        if row.status == "ok" and drawable(row.kl_mean) and row.kl_mean > 0 and drawable(row.kv_ratio)
+        if row.status == "ok" and drawable(row.kl_mean) and row.kl_mean > 0 and drawable(row.kv_ratio_most)
     ]
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -26,8 +27,8 @@ from ..exact import branch
 from .tail import Tail
 
 SAMPLES = 6  # backward passes of each chunk
-MEMORY = 2 << 30  # bytes of gradients held at once; layers that do not fit take passes of their own
-_CODECS = 8  # whose errors are held at once
+_FREE = 4  # of the memory that is free a fourth is for gradients; layers that do not fit take passes of their own
+_ERRORS = 256 << 20  # bytes of errors held at once, of keys or values
 
 Estimates = dict[tuple[int, str, str], float]
 """By layer, role (``key`` or ``value``) and codec, nats per token."""
@@ -37,19 +38,20 @@ def estimates(
     tail: Tail,
     candidates: Candidates,
     samples: int = SAMPLES,
-    memory: int = MEMORY,
+    memory: int | None = None,
     seed: int = 0,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Estimates:
     """Of every candidate in every layer, in ``candidates.frames[0]``; ``tick(done, total)`` as it goes.
 
-    The mean over the tokens of the tail, whose chunks each find sealed what a cache would have by then.
+    The mean over the tokens of the tail, whose chunks each find sealed what a cache would have by then. Gradients take
+    up to ``memory`` bytes, by default a fourth of what is free.
     """
     layers = list(candidates.footprint.shapes)
     recent, block = candidates.frames[0].recent_tokens, candidates.footprint.block_tokens
     sealed = [max(0, start - recent) // block * block for start, _ in tail.bounds]
     size = 2 * samples * sum(sealed) * max(h * (k + v) for h, k, v in candidates.footprint.shapes.values())
-    parts = _batched(layers, max(1, memory // size))
+    parts = _batched(layers, max(1, (memory or _free_memory(tail.ids.device) // _FREE) // size))
     errors = _Errors(tail, candidates, sealed[-1])
     found: Estimates = {}
     total, done = len(parts) * samples * len(tail.bounds) + 2 * len(layers), 0
@@ -104,7 +106,7 @@ def _gradients(
 def _stacked(gradients: Sequence[Tensor], tokens: int) -> Tensor:
     """Gradients of one layer's keys, or values, ``[heads, samples, tokens · dim]``, 0 where they do not reach."""
     heads, _, dim = gradients[0].shape
-    stacked = torch.zeros(heads, len(gradients), tokens, dim, device=gradients[0].device)
+    stacked = gradients[0].new_zeros(heads, len(gradients), tokens, dim)
     for number, gradient in enumerate(gradients):
         stacked[:, number, : gradient.shape[1]] = gradient
     return stacked.flatten(2)
@@ -127,7 +129,8 @@ class _Errors:
     def projected(self, layer: int, sides: Sequence[Tensor]) -> Iterator[tuple[str, str, float]]:
         """Role, codec and Σ (g·δ)² over samples and heads, ``sides`` being the gradients (see `_stacked`)."""
         exact = [states[:, :, : self._read] for states in self._tail.held(layer)]
-        for some in _batched(self._caches, _CODECS):
+        at_once = max(1, _ERRORS // max(4 * states[0].numel() for states in exact))
+        for some in _batched(self._caches, at_once):
             found: tuple[list[Tensor], list[Tensor]] = ([], [])
             with torch.no_grad():
                 for _, cache in some:
@@ -137,11 +140,25 @@ class _Errors:
                         errors.append((decoded - states)[0, :, : self._tokens].float().flatten(1))
                     cache.reset()
                 for which, role in enumerate(("key", "value")):
-                    products = torch.bmm(sides[which], torch.stack(found[which], dim=2))  # [heads, samples, codecs]
-                    squares = products.double().square().sum(dim=(0, 1)).tolist()
+                    squares = _squares(sides[which], found[which])
                     for (pair, _), total in zip(some, squares, strict=True):
                         if pair[which] != "fp16":
                             yield role, pair[which], total
+
+
+def _squares(gradients: Tensor, errors: Sequence[Tensor]) -> list[float]:
+    """Σ (g·δ)² over heads and samples for each of ``errors`` ``[heads, tokens · dim]``."""
+    total = torch.zeros(len(errors), dtype=torch.float64, device=gradients.device)
+    for head, samples in enumerate(gradients):  # by head, since they are widened
+        products = samples.float() @ torch.stack([error[head] for error in errors], dim=1)
+        total += products.double().square().sum(dim=0)
+    return total.tolist()
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
 
 
 def _batched(items: Sequence[Any], size: int) -> list[Sequence[Any]]:

@@ -28,7 +28,8 @@ class TuneRow(Row):
 
     ``predicted`` and ``measured`` are KL on the calibration text. ``kl_at_equal_bytes`` is the least KL of the presets
     at the tuned policy's bytes, between two of them linear in its logarithm, and ``ratio_to_rivals`` the tuned
-    policy's over it; None where no preset is that small.
+    policy's over it; None where no preset is that small. ``kv_ratio`` is what the comparison's caches took, and
+    ``kv_ratio_most`` the most that may come to, by the calls that bring the text: what a budget limits.
     """
 
     budget: float | None = None
@@ -36,6 +37,7 @@ class TuneRow(Row):
     measured: float | None = None
     kl_at_equal_bytes: float | None = None
     ratio_to_rivals: float | None = None
+    kv_ratio_most: float | None = None
 
 
 @dataclass(frozen=True)
@@ -130,14 +132,15 @@ class Outcome:
         }
 
 
-def widened(row: Row) -> TuneRow:
-    """The same row, with room for more."""
-    return TuneRow(**{each.name: getattr(row, each.name) for each in fields(Row)})
+def widened(row: Row, most: float | None) -> TuneRow:
+    """The same row, with its ``kv_ratio_most`` and room for more."""
+    return TuneRow(**{each.name: getattr(row, each.name) for each in fields(Row)}, kv_ratio_most=most)
 
 
 def tuned_row(solution: Solution, row: Row) -> TuneRow:
     """A row of the tuned policy, with what was asked and found."""
-    return replace(widened(row), budget=solution.goal.budget, predicted=solution.predicted, measured=solution.measured)
+    told = widened(row, solution.ratio)
+    return replace(told, budget=solution.goal.budget, predicted=solution.predicted, measured=solution.measured)
 
 
 def untested_row(solution: Solution, reason: str) -> TuneRow:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class Tail:
     ) -> None:
         self.model, self.ids = model, ids.to(model.device)
         self.first = len(ids) - score_tokens
+        if score_tokens < 2:
+            raise InputError(f"--score-tokens: {score_tokens}; allowed: 2 or more, since the first only predicts")
         if self.first < 4 * CHUNK:
             raise InputError(
                 f"--context: {len(ids)} tokens, of which the last {score_tokens} are scored, are too few; "
@@ -174,14 +177,12 @@ class Tail:
             yield
             return
         start, end = self.bounds[number]
-        replaced = self._blocks[:first]
-        try:
-            for index, block in enumerate(replaced):
+        with ExitStack() as undo:
+            for index, block in enumerate(self._blocks[:first]):
+                own = block.__dict__.get("forward")  # somebody else's, or the class's
+                undo.callback(partial(setattr, block, "forward", own) if own else partial(delattr, block, "forward"))
                 block.forward = _repeater(cache.layers[index], end - start, self._outputs[number][index])
             yield
-        finally:
-            for block in replaced:
-                block.__dict__.pop("forward", None)
 
     def _outputs_serve(self) -> bool:
         """Whether a layer of this model depends on nothing but what the one below gave: it is tried."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CodecError, PolicyError, shown
 from .candidates import RAW, Candidates, Frame
@@ -15,6 +15,22 @@ from .sensitivity import Cell, Sensitivity
 
 FORMAT = 1
 Count = Field(ge=1, le=1 << 22)  # of tokens, layers, channels: more would take long, and nobody has it
+MOST_LAYERS, MOST_FRAMES = 1 << 12, 1 << 6
+LEAST, MOST = 1e-30, 1e9  # of numbers that are not 0: products of these are numbers
+
+
+def _of_use(number: float) -> float:
+    if number and not LEAST <= number <= MOST:
+        raise ValueError(f"allowed: 0, or {LEAST:g} to {MOST:g}")
+    return number
+
+
+def _kept(number: float | None) -> float | None:
+    """A number as `_of_use` takes it: what is smaller is nothing."""
+    return number if number is None else 0.0 if number < LEAST else min(number, MOST)
+
+
+Amount = Annotated[float, AfterValidator(_of_use)]
 
 
 class _Part(BaseModel):
@@ -32,21 +48,21 @@ class _Frame(_Part):
     sink_tokens: int = Field(ge=0, le=1 << 20)
     recent_tokens: int = Field(ge=0, le=1 << 20)
     key_bias: Literal["remove", "keep"]
-    factor: float | None = Field(ge=0)
+    factor: Amount | None
 
 
 class _Correction(_Part):
     layer: int
     role: Literal["key", "value"]
-    factor: float = Field(ge=0)
+    factor: Amount
 
 
 class _Cell(_Part):
     layer: int
     role: Literal["key", "value"]
     codec: str = Field(max_length=100)
-    estimate: float | None = Field(ge=0)
-    measured: float | None = Field(ge=0)
+    estimate: Amount | None
+    measured: Amount | None
     nbytes: int
 
 
@@ -58,10 +74,10 @@ class _File(_Part):
     block_tokens: int = Field(ge=8, le=4096)
     depth: int = Count
     latent: bool
-    shapes: list[_Layer] = Field(min_length=1)
+    shapes: list[_Layer] = Field(min_length=1, max_length=MOST_LAYERS)
     key: list[str]
     value: list[str]
-    frames: list[_Frame]
+    frames: list[_Frame] = Field(max_length=MOST_FRAMES)
     corrections: list[_Correction]
     cells: list[_Cell]
 
@@ -84,13 +100,17 @@ def written(sensitivity: Sensitivity) -> str:
         ],
         "key": list(candidates.key),
         "value": list(candidates.value),
-        "frames": [vars(frame) | {"factor": sensitivity.frame_factors.get(frame)} for frame in candidates.frames],
+        "frames": [
+            vars(frame) | {"factor": _kept(sensitivity.frame_factors.get(frame))} for frame in candidates.frames
+        ],
         "corrections": [
-            {"layer": layer, "role": role, "factor": factor}
+            {"layer": layer, "role": role, "factor": _kept(factor)}
             for (layer, role), factor in sensitivity.corrections.items()
         ],
         "cells": [
-            vars(cell) | {"nbytes": footprint.side_bytes(cell.layer, cell.role, cell.codec, first)}
+            vars(cell)
+            | {"estimate": _kept(cell.estimate), "measured": _kept(cell.measured)}
+            | {"nbytes": footprint.side_bytes(cell.layer, cell.role, cell.codec, first)}
             for cell in sensitivity.cells
         ],
     }
@@ -111,7 +131,7 @@ def read(text: str, source: str) -> Sensitivity:
 
 def _read(text: str) -> Sensitivity:
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise PolicyError(f"not JSON: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
@@ -138,6 +158,8 @@ def _read(text: str) -> Sensitivity:
     ):
         if len(given) != len(kept):
             raise PolicyError(f"{what}: one is told twice")
+    if all(factor is None for factor in frames.values()):
+        raise PolicyError("frames: none has a factor")
     for number, cell in enumerate(file.cells):
         _check_cell(candidates, f"cells.{number}", cell)
     for number, correction in enumerate(file.corrections):
@@ -150,6 +172,14 @@ def _read(text: str) -> Sensitivity:
         file.facts,
         {(part.layer, part.role): part.factor for part in file.corrections},
     )
+
+
+def _unique(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(entries)
+    if len(found) < len(entries):
+        names = [name for name, _ in entries]
+        raise ValueError(f"{shown(next(name for name in names if names.count(name) > 1))} is told twice")
+    return found
 
 
 def _check_cell(candidates: Candidates, place: str, cell: _Cell) -> None:
@@ -180,4 +210,4 @@ def _line(entry: tuple[str, Any]) -> str:
 
 
 def _dumped(content: Any) -> str:
-    return json.dumps(content, ensure_ascii=False, allow_nan=False)
+    return json.dumps(content, allow_nan=False)  # in ASCII, since names of files may hold half a character

@@ -12,6 +12,7 @@ import torch
 from ..arena import most_slots
 from ..cache.tail import GROWTH
 from ..codecs import get_codec
+from ..errors import PolicyError
 from ..policy import PrecisionPolicy
 from ..records import Record
 
@@ -36,6 +37,8 @@ class Footprint:
     depth: int = 0
 
     def __post_init__(self) -> None:
+        if not self.shapes or self.context < 1:
+            raise PolicyError(f"a footprint of {len(self.shapes)} layers, {self.context} tokens; allowed: 1 or more")
         object.__setattr__(self, "depth", max(self.depth, 1 + max(self.shapes)))
 
     @classmethod

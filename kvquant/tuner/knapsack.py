@@ -83,7 +83,7 @@ class Knapsack:
             return None
         if fits(at(0.0)):
             return at(0.0), 0.0
-        high = ROUNDING * self.costs[np.isfinite(self.costs)].max() / self.weights.max()
+        high = max(ROUNDING * self.costs[np.isfinite(self.costs)].max() / self.weights.max(), np.finfo(float).tiny)
         while not fits(at(high)):
             high *= 64
         low = high / 64

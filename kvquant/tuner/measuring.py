@@ -42,7 +42,12 @@ class Step:
 
 def amount(what: str, given: object) -> float:
     """A loss, or a budget; `PolicyError` where it is none."""
-    number = float(given) if not isinstance(given, bool) and isinstance(given, Real) else math.nan
+    if getattr(given, "ndim", None) == 0:
+        given = given.item()  # type: ignore[attr-defined]  # of a tensor, or an array
+    try:
+        number = float(given) if not isinstance(given, bool) and isinstance(given, Real) else math.nan
+    except OverflowError:
+        number = math.inf
     if not 0 <= number < math.inf:
         raise PolicyError(f"{what}: {shown(given)}; allowed: a finite number, 0 or more")
     return number
@@ -85,12 +90,14 @@ class Meter:
         return step
 
 
-def measure_cells(sensitivity: Sensitivity, meter: Meter, cells: Sequence[tuple[int, str, str]]) -> Sensitivity:
-    """With cells ``(layer, role, codec)`` measured, in their order, as far as there is time."""
+def measure_cells(
+    sensitivity: Sensitivity, meter: Meter, cells: Sequence[tuple[int, str, str]], needed: int = 0
+) -> Sensitivity:
+    """With cells ``(layer, role, codec)`` measured, in their order, as far as there is time; the first in any case."""
     known = {(cell.layer, cell.role, cell.codec): cell for cell in sensitivity.cells}
     isolated = meter.candidates.uncompressed()
     for number, (layer, role, codec) in enumerate(cells):
-        if meter.late(CELLS_SHARE):
+        if number >= needed and meter.late(CELLS_SHARE):
             break
         meter.tick("cells", number, len(cells))
         cell = known.get((layer, role, codec), Cell(layer, role, codec, None, None))

@@ -86,8 +86,9 @@ def tune_policy(
         sensitivity: of the same candidates, from an earlier run: no cell is measured.
         fingerprint: of the model; a ``sensitivity`` must be of it.
         facts: what else the result's sensitivity is to tell.
-        measurements: the most cells to measure.
-        seconds: after which nothing more is measured but what an answer needs.
+        measurements: the most cells to measure. Without estimates at least one of each layer's keys and values.
+        seconds: after which nothing more is measured but what an answer needs: without estimates the smallest codec
+            of each layer's keys and values, all frames, the first choice, and rivals.
         rivals: policies that are measured too, where they are among the candidates and fit: the best measured wins.
         name: the policy's.
         tick: told of progress.
@@ -98,8 +99,8 @@ def tune_policy(
     goal = _goal(budget, max_loss)
     most = None if measurements is None else int(amount("measurements", measurements))
     known = _told(candidates, estimates, sensitivity, fingerprint, facts or {})
-    if budget is not None:
-        allocate(_lossless(known), budget)  # so that hours of measuring do not end in a refusal
+    if isinstance(goal, LeastLoss):
+        allocate(_lossless(known), goal.budget)  # so that hours of measuring do not end in a refusal
     meter = Meter(objective, candidates, seconds, tick)
     solutions: list[Assignment] = []
     if sensitivity is None:
@@ -180,7 +181,11 @@ def _with_cells(
 ) -> Sensitivity:
     """With cells measured: all, or if they are estimated those of solutions, until these are of measured ones only."""
     if not estimated:
-        return measure_cells(known, meter, all_cells(meter.candidates)[:measurements])
+        cells = all_cells(meter.candidates)
+        needed = len({cell[:2] for cell in cells})  # the smallest codec of each place: without, little is feasible
+        if measurements is not None and measurements < needed:
+            raise PolicyError(f"measurements: {measurements}; allowed without estimates: {needed} and more")
+        return measure_cells(known, meter, cells[:measurements], needed)
     left = len(known.cells) if measurements is None else measurements
     while not meter.late(CELLS_SHARE):
         least = smallest(known)

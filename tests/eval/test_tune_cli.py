@@ -213,11 +213,12 @@ WRONG: dict[str, tuple[list[str], dict[str, str | None], str]] = {
     "long context": (["--budget", "0.3"], {"context": "8K"}, "model's limit, 4096"),
     "short context": (["--max-kl", "0.3"], {"context": "300"}, "--context"),
     "bad context": (["--budget", "0.3"], {"context": "2X"}, "--context: '2X'"),
+    "one scored": (["--budget", "0.3"], {"score_tokens": "1"}, "--score-tokens: 1; allowed: 2 or more"),
     "all scored": (["--budget", "0.3"], {"score_tokens": "2K"}, "--context"),
     "unknown codec": (
         ["--budget", "0.3"],
-        {"codecs": "int4,int5"},
-        "--codecs: 'int5' is no codec; allowed: fp16",
+        {"codecs": "int4,int7"},
+        "--codecs: 'int7' is no codec; allowed: fp16",
     ),
     "no codecs": (["--budget", "0.3"], {"codecs": ","}, "--codecs"),
     "no time": (["--budget", "0.3"], {"minutes": "0"}, "--minutes: '0'"),
@@ -251,6 +252,28 @@ def test_texts_that_are_too_short_or_the_same(place: Path, capsys: Capture) -> N
     _one_complaint(capsys, "--held-out: ")
 
 
+def test_a_text_whose_name_is_half_a_character(place: Path, tmp_path: Path) -> None:
+    text = tmp_path / "b\udcffk.txt"
+    text.write_bytes((place / "text.txt").read_bytes())
+    out = tmp_path / "made.yaml"
+    given = {"codecs": "int4", "minutes": "0.01", "text": str(text)}
+    assert tune(place, "--budget", "0.6", "--no-verify", "--out", str(out), **given) == 0
+    told = Sensitivity.from_json((tmp_path / "made" / "sensitivity.json").read_text()).facts["text"]
+    assert "b\udcffk.txt" in told
+    assert PrecisionPolicy.load(out).name == "made"
+
+
+def test_what_loses_nothing_is_written_too(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "made.yaml"
+    assert tune(place, "--max-kl", "1", "--no-verify", "--out", str(out), codecs="fp16") == 0
+    assert not PrecisionPolicy.load(out).layers
+
+
+def test_what_is_no_file_is_not_read(capsys: Capture) -> None:
+    assert main(["tune", "--from", "/dev/zero", "--budget", "0.3"]) == 2
+    _one_complaint(capsys, "--from: /dev/zero: not a file of up to 64 MiB")
+
+
 def test_bad_sensitivities(place: Path, capsys: Capture, tmp_path: Path) -> None:
     whole = (place / "made" / "sensitivity.json").read_text()
     path = tmp_path / "changed.json"
@@ -265,7 +288,7 @@ def test_bad_sensitivities(place: Path, capsys: Capture, tmp_path: Path) -> None
         assert main(["tune", "--from", str(path), "--budget", "0.3"]) == 2
         _one_complaint(capsys, says)
     assert main(["tune", "--from", str(tmp_path), "--budget", "0.3"]) == 2
-    _one_complaint(capsys, "Is a directory")
+    _one_complaint(capsys, "not a file of up to 64 MiB")
     source = ["--from", str(place / "made" / "sensitivity.json")]
     for more, says in (
         (["--budget", "0.05"], "allowed: 0.1"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -134,11 +134,20 @@ def test_pictures(layers: tuple[int, ...]) -> None:
     found = solution(known(layers, depth=80))
     rows = [untested_row(found, "not measured"), *(row(f"preset-{n}", 0.2 + n / 20, 10.0**-n) for n in range(9))]
     curve = Outcome("kvquant tune", "now", found, "", None).curve
-    for told in (found, found.with_rows(compared(found, [row("mine", 0.25, 0.003), *rows[1:]]))):
+    most = {each.policy: 1.1 * each.kv_ratio for each in rows[1:]}
+    for told in (found, found.with_rows(compared(found, [row("mine", 0.25, 0.003), *rows[1:]], most))):
         for picture in (layers_picture(told), pareto_picture(told, curve)):
             image = Image.open(io.BytesIO(picture))
             assert image.width == 1280
             assert len(image.getcolors() or ()) > 4
+
+
+def test_pictures_of_what_loses_nothing() -> None:
+    everything = known()
+    lossless = replace(everything, cells=tuple(replace(cell, estimate=0.0, measured=0.0) for cell in everything.cells))
+    found = replace(solution(lossless), predicted=0.0, measured=0.0, trials=())
+    for picture in (layers_picture(found), pareto_picture(found, [])):
+        assert Image.open(io.BytesIO(picture)).width == 1280
 
 
 def test_what_lies_between_presets() -> None:
@@ -160,12 +169,13 @@ def test_what_lies_between_presets() -> None:
 def test_rows_beside_presets() -> None:
     found = solution(known())
     failed = row("broken", 0.25, 1e-9, status="failed", reason="why")
-    rows = compared(found, [row("a", 0.2, 1e-1), row("mine", 0.25, 1e-3), row("b", 0.3, 1e-3), failed])
+    rows = compared(found, [row("a", 0.2, 1e-1), row("mine", 0.25, 1e-3), row("b", 0.3, 1e-3), failed], {"a": 0.21})
     assert [each.policy for each in rows] == ["mine", "a", "b", "broken"]
     assert rows[0].kl_at_equal_bytes == pytest.approx(1e-2)
     assert rows[0].ratio_to_rivals == pytest.approx(0.1)
     assert (rows[0].budget, rows[0].measured) == (0.25, 0.004)
-    (alone,) = compared(found, [row("mine", 0.25, 1e-3)])
+    assert [each.kv_ratio_most for each in rows] == [found.ratio, 0.21, None, None]
+    (alone,) = compared(found, [row("mine", 0.25, 1e-3)], {})
     assert alone.kl_at_equal_bytes is alone.ratio_to_rivals is None
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from kvquant import BudgetError
-from kvquant.codecs import codec_names
+from kvquant.codecs.affine import BITS
 from kvquant.tuner.allocation import allocate, curve, fewest_bytes, smallest
 from kvquant.tuner.candidates import FRAMES, Candidates, Frame
 from kvquant.tuner.footprint import Footprint
@@ -128,7 +128,7 @@ def large() -> Sensitivity:
     like = Candidates.of(tiny("llama", head_dim=64), 8192)
     footprint = Footprint(dict.fromkeys(range(30), (3, 64, 64)), 8192, 128)
     given = Candidates(footprint, like.key, like.value, FRAMES)
-    bits = dict(zip(codec_names(), (16, 8, 4, 3, 2, 4, 4, 8), strict=True))
+    bits = {"fp16": 16, "nf4": 4, "fp4": 4, "dynamic8": 8} | {f"int{width}": width for width in BITS}
     dice = np.random.default_rng(5)
     cells = [
         Cell(layer, role, codec, scale * 4.0 ** -bits[codec.split("/")[0]] * 10 ** dice.uniform(-0.5, 0.5), None)

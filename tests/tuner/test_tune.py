@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from kvquant import BudgetError, PolicyError, PrecisionPolicy, tune_policy
 from kvquant.tuner.allocation import allocate, smallest
@@ -205,6 +206,27 @@ def test_cells_are_measured_only_as_far_as_told(known):
     tuned = tune_policy(made.additive(known), known.candidates, smallest(known), measurements=4)
     assert len(tuned.sensitivity.cells) == 4
     assert all(cell.codec == made.FEW[-1] for cell in tuned.sensitivity.cells)  # the smallest of each
+
+
+def test_limits_without_estimates_leave_what_is_needed(known):
+    places = 2 * len(known.candidates.footprint.shapes)
+    for limits in ({"seconds": 0}, {"measurements": places}):
+        objective = made.additive(known)
+        tuned = tune_policy(objective, known.candidates, smallest(known) + 0.01, **limits)
+        assert tuned.ratio <= smallest(known) + 0.01
+        assert len(tuned.sensitivity.cells) == places
+    with pytest.raises(PolicyError, match=f"measurements: {places - 1}; allowed without estimates: {places} and more"):
+        tune_policy(made.additive(known), known.candidates, 0.3, measurements=places - 1)
+
+
+def test_numbers_of_all_kinds(known):
+    tuned = tune_policy(lambda policy: torch.tensor(0.25), known.candidates, np.float32(0.5))
+    assert tuned.measured == 0.25
+    assert tune_policy(lambda policy: np.array(0.5), known.candidates, torch.tensor(0.5)).measured == 0.5
+    with pytest.raises(PolicyError, match="budget: 1000.*; allowed: a finite number"):
+        tune_policy(made.additive(known), known.candidates, 10**400)
+    with pytest.raises(PolicyError, match=r"objective: layer 0 key .*: tensor\(\[0.5000\]\); allowed"):
+        tune_policy(lambda policy: torch.tensor([0.5]), known.candidates, 0.5)
 
 
 def test_time_that_is_over(known):
