@@ -23,7 +23,7 @@ LAYERS = [
     ["policy", "arena", "kernels"],
     ["attention", "store"],
     ["cache"],
-    ["tuner"],
+    ["compressor", "tuner"],
     ["testing"],
     ["__init__"],
 ]
