@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import subprocess
 import sys
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 import kvquant
 from kvquant import BlockCompressor, BlockKey, CodecError, Dense, FormatError, KVQuantCache, PolicyError
 from kvquant.attention import reference
-from kvquant.blocks import _PREFIX, _digest
+from kvquant.blocks import _DTYPES, _PREFIX, _digest
 from kvquant.codecs.fit import DTYPES
 from kvquant.testing import relative_rms
 from tests.models import small, tiny
@@ -275,28 +277,76 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(place=st.sampled_from([*places(HEADER)][1:]), given_=ANYTHING, more=st.integers(-64, 64))
-def test_forged_bytes_are_refused_or_harmless(place, given_, more):
-    """A checksum keeps accidents out, not people: whoever makes one that fits has no other memory read."""
+def forged(place, given_):
+    """The block with one thing changed in its header, a checksum that fits, and as many bytes as that asks for."""
     header = json.loads(json.dumps(HEADER))
     target = header
     for name in place[:-1]:
         target = target[name]
     target[place[-1]] = given_
-    head = json.dumps(header).encode()
-    payload = DATA[_PREFIX.size + HEAD :]
-    payload = payload + bytes(more) if more > 0 else payload[:more] if more % 2 else payload
+    head, payload = json.dumps(header).encode(), DATA[_PREFIX.size + HEAD :]
+    with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        tensors = [
+            field for role in ("key", "value") for field in (*header[role]["fields"].values(), header[role]["sinks"])
+        ]
+        size = sum(_DTYPES[tensor[0]].itemsize * math.prod(tensor[1]) for tensor in tensors if tensor)
+        if 0 <= size < 1 << 20:
+            payload = payload[:size].ljust(size, b"\7")
     magic, version, _, _ = _PREFIX.unpack(DATA[: _PREFIX.size])
-    data = _PREFIX.pack(magic, version, len(head), _digest(KEY, head, payload)) + head + payload
+    return _PREFIX.pack(magic, version, len(head), _digest(KEY, head, payload)) + head + payload
+
+
+@settings(max_examples=500, deadline=None)
+@given(place=st.sampled_from([*places(HEADER)][1:]), given_=ANYTHING)
+def test_forged_bytes_are_refused_or_harmless(place, given_):
+    """A checksum keeps accidents out, not people: whoever makes one that fits has no other memory read."""
     try:
-        block = of().from_bytes(data, KEY)
+        block = of().from_bytes(forged(place, given_), KEY)
     except FormatError:
         return
     k, v = of().decompress(block)
     assert (k.shape[1], v.shape[1]) == (block.tokens, block.tokens)
     output = kvquant.streamed_attention(torch.randn(1, 2, 1, 16), [of().segments([block])], 24)
     assert output.shape == (1, 2, 1, 24)
+
+
+@pytest.mark.parametrize(
+    ("place", "given_"),
+    [
+        ("first", float("inf")),
+        ("first", -1),
+        ("first", 1),
+        ("tokens", 0),
+        ("tokens", 33),
+        ("key/codec", "int8/channel/g32/none"),
+        ("key/codec", "nothing"),
+        ("key/dtype", "u8"),
+        ("key/dtype", "f16"),  # whose sinks are of another
+        ("key/shape", [2, 32, 1 << 40]),
+        ("key/shape", [2, 64, 16]),
+        ("key/shape", [1, 32, 16]),
+        ("key/shape", [0, 32, 16]),
+        ("key/shape", [-2, 32, 16]),
+        ("key/fields/codes", ["u8", [2, 8, 32]]),
+        ("key/fields/codes", ["i8", [2, 32, 8]]),
+        ("key/fields/codes", ["u8", [2, 32, 7]]),
+        ("key/fields/codes", ["u8", [512]]),
+        ("key/fields/scale", ["bf16", [2, 1, 16]]),
+        ("key/fields/scale", ["f64", [2, 1, 16]]),
+        ("key/fields/scale", ["f16", [2, 0, 16]]),
+        ("key/fields/more", ["u8", [1]]),
+        ("key/fields", {"codes": ["u8", [2, 32, 8]]}),
+        ("key/sinks", ["f32", [4, 2, 16]]),
+        ("key/sinks", ["f32", [2, 5, 16]]),
+        ("key/sinks", ["f32", [2, 0, 16]]),
+        ("key/sinks", ["f32", [2, 33, 16]]),
+        ("key/sinks", ["f16", [2, 4, 16]]),
+        ("key/sinks", ["f32", [128]]),
+    ],
+)
+def test_forgeries(place, given_):
+    with pytest.raises(FormatError, match="^[^\n]+$"):
+        of().from_bytes(forged(place.split("/"), given_), KEY)
 
 
 # --- where it is used ---
