@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,31 +63,20 @@ def ls(context: typer.Context, path: _Path, json: _Json = False) -> int:
 
 _STATS_HELP = """How large a store is, by kind and by file, and whether a process writes to it now.
 
-[bold]Examples[/bold]
+[bold]Example[/bold]
 
   kvquant store stats /mnt/ssd/store
-
-  kvquant store stats /mnt/ssd/store --prometheus > /var/lib/node_exporter/kvquant.prom
 """
 
 
 @app.command("stats", help=_STATS_HELP)
-def stats(
-    context: typer.Context,
-    path: _Path,
-    json: _Json = False,
-    prometheus: Annotated[bool, typer.Option("--prometheus", help="Print Prometheus' text format instead.")] = False,
-) -> int:
+def stats(context: typer.Context, path: _Path, json: _Json = False) -> int:
     """See `_STATS_HELP`."""
     from .store import measured
 
-    if json and prometheus:
-        raise InputError("--prometheus: given with --json; allowed: one of them")
     with _reading():
         found = measured(path)
-    if prometheus:
-        sys.stdout.write(found.prometheus())
-    elif json:
+    if json:
         print_json(
             context,
             found.kinds,

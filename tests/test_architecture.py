@@ -17,13 +17,13 @@ PACKAGE = ROOT / "kvquant"
 # Each part may import those before it, and itself.
 LAYERS = [
     ["errors"],
-    ["blocks", "exposition", "geometry", "keys", "selectors"],
+    ["blocks", "geometry", "keys", "selectors"],
     ["codecs", "keybias"],
     ["records"],
     ["policy", "arena", "kernels"],
     ["attention", "store"],
     ["cache"],
-    ["compressor", "tuner"],
+    ["tuner"],
     ["testing"],
     ["__init__"],
 ]
