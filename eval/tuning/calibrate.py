@@ -166,7 +166,7 @@ def _verified(solution: Solution, loaded: LoadedModel, passages: Passages, talk:
     settings = Settings((context,), "prefill", _CHUNK, options.score_tokens, options.dtype, options.seed)
     sweep = comparison(loaded, passages.held_out, solution, settings)
     with talk.progress(f"{len(sweep.policies)} policies on held-out text", sweep.forwards()) as tick:
-        most = most_ratios(loaded.model, solution.sensitivity.candidates.footprint)
+        most = most_ratios(loaded.model, solution.sensitivity.candidates.footprint, sweep.policies)
         rows = compared(solution, list(sweep.rows(tick)), most)
     if rows[0].status == "ok":
         return solution.with_rows(rows)

@@ -59,16 +59,16 @@ def compared(solution: Solution, rows: Sequence[Row], most: Mapping[str, float])
     return [tuned, *(widened(row, most.get(row.policy)) for row in others)]
 
 
-def most_ratios(model: Any, footprint: Footprint) -> dict[str, float]:
-    """By name, the share of the 16-bit bytes that each preset may come to."""
+def most_ratios(model: Any, footprint: Footprint, policies: Sequence[PrecisionPolicy]) -> dict[str, float]:
+    """By name, the share of the 16-bit bytes that each policy may come to."""
     found = {}
-    for policy in rivals(model):
+    for policy in policies:
         layers = {
             layer.index: (layer.policy.key.name, layer.policy.value.name)
             for layer in policy.resolve(model).layers
             if layer.policy is not None
         }
-        found[policy.name] = footprint.ratio(Assignment(Frame(policy.sink_tokens, policy.recent_tokens), layers))
+        found[policy.name] = footprint.ratio(Assignment(Frame.of(policy), layers))
     return found
 
 

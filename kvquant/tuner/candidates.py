@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -26,6 +26,11 @@ class Frame:
     recent_tokens: int = 128
     key_bias: Literal["remove", "keep"] = "remove"
 
+    @classmethod
+    def of(cls, policy: PrecisionPolicy) -> Self:
+        """That of a policy."""
+        return cls(policy.sink_tokens, policy.recent_tokens, policy.key_bias)
+
 
 # The first is the one the presets have.
 FRAMES = (
@@ -42,6 +47,12 @@ class Assignment:
 
     frame: Frame
     layers: Mapping[int, tuple[str, str]]
+
+    def places(self) -> Iterator[tuple[int, str, str]]:
+        """Layer, role and codec of every layer's keys and values."""
+        for layer, codecs in self.layers.items():
+            for role, codec in zip(ROLES, codecs, strict=True):
+                yield layer, role, codec
 
     def codec(self, layer: int, role: str) -> str:
         """The codec of a layer's keys, or values."""
@@ -151,7 +162,7 @@ class Candidates:
 
     def assignment(self, policy: PrecisionPolicy) -> Assignment | None:
         """The choice that a policy is; None where it is none of these candidates'."""
-        frame = Frame(policy.sink_tokens, policy.recent_tokens, policy.key_bias)
+        frame = Frame.of(policy)
         if frame not in self.frames or policy.block_tokens != self.footprint.block_tokens:
             return None
         try:

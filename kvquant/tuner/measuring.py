@@ -93,7 +93,10 @@ class Meter:
 def measure_cells(
     sensitivity: Sensitivity, meter: Meter, cells: Sequence[tuple[int, str, str]], needed: int = 0
 ) -> Sensitivity:
-    """With cells ``(layer, role, codec)`` measured, in their order, as far as there is time; the first in any case."""
+    """With cells ``(layer, role, codec)`` measured, in their order, as far as there is time.
+
+    The first ``needed`` are measured in any case.
+    """
     known = {(cell.layer, cell.role, cell.codec): cell for cell in sensitivity.cells}
     isolated = meter.candidates.uncompressed()
     for number, (layer, role, codec) in enumerate(cells):
@@ -127,13 +130,7 @@ def unmeasured_cells(sensitivity: Sensitivity, solutions: Sequence[Assignment]) 
     """
     measured = {(cell.layer, cell.role, cell.codec) for cell in sensitivity.cells if cell.measured is not None}
     seen = {(layer, role) for layer, role, _ in measured}
-    used = Counter(
-        (layer, role, codec)
-        for solution in solutions
-        for layer, codecs in solution.layers.items()
-        for role, codec in zip(ROLES, codecs, strict=True)
-        if codec != RAW
-    )
+    used = Counter(place for solution in solutions for place in solution.places() if place[2] != RAW)
     first: list[tuple[int, str, str]] = []
     others: list[tuple[int, str, str]] = []
     for cell, _ in used.most_common():

@@ -14,7 +14,6 @@ from ..errors import BudgetError
 from ..policy import PrecisionPolicy
 from .allocation import allocate, fewest_bytes, options, smallest
 from .candidates import RAW, Assignment
-from .footprint import ROLES
 from .measuring import Meter, Step
 from .sensitivity import Sensitivity
 
@@ -176,12 +175,7 @@ class Search:
         Of those that lose most; the others get the factor these have on average.
         """
         alone = replace(self.sensitivity, corrections={})
-        places = [
-            (layer, role, codec)
-            for layer, codecs in step.assignment.layers.items()
-            for role, codec in zip(ROLES, codecs, strict=True)
-            if codec != RAW
-        ]
+        places = [place for place in step.assignment.places() if place[2] != RAW]
         places.sort(key=lambda place: -self.sensitivity.loss(*place))
         frame_factor = alone.frame_factors[step.assignment.frame]
         marginals, isolated = {}, {}

@@ -62,19 +62,12 @@ class Sensitivity:
         """The sum of all losses in the assignment's frame."""
         if assignment.frame not in self.frame_factors:
             raise PolicyError(f"nothing is known of {assignment.frame}")
-        losses = [
-            self.loss(layer, role, codec)
-            for layer, codecs in assignment.layers.items()
-            for role, codec in zip(ROLES, codecs, strict=True)
-        ]
-        return self.frame_factors[assignment.frame] * math.fsum(losses)
+        return self.frame_factors[assignment.frame] * math.fsum(self.loss(*place) for place in assignment.places())
 
     def covers(self, assignment: Assignment) -> bool:
         """Whether there is a prediction."""
         return assignment.frame in self.frame_factors and all(
-            codec in self.losses.get((layer, role), ())
-            for layer, codecs in assignment.layers.items()
-            for role, codec in zip(ROLES, codecs, strict=True)
+            codec in self.losses.get((layer, role), ()) for layer, role, codec in assignment.places()
         )
 
     @cached_property

@@ -34,8 +34,7 @@ def test_they_are_within_their_budgets(name):
         if layer.policy is not None
     }
     assert not policy.resolve(kinds).idle
-    frame = Frame(policy.sink_tokens, policy.recent_tokens, policy.key_bias)
-    assert float(budget) - 0.01 < footprint.ratio(Assignment(frame, layers)) <= float(budget)
+    assert float(budget) - 0.01 < footprint.ratio(Assignment(Frame.of(policy), layers)) <= float(budget)
 
 
 def test_they_fit_no_other_model():
