@@ -13,6 +13,7 @@ from typing import Any, Literal
 from kvquant import StoreError
 from kvquant.cache import manifests, prefix
 from kvquant.cache.manifests import Found
+from kvquant.exposition import Metric, by, exposition
 from kvquant.store.disk import DiskStore
 from kvquant.store.files import LOCK, writer
 from kvquant.store.index import NAME as INDEX
@@ -139,6 +140,24 @@ class Stats:
     def set_aside(self) -> int:
         """Bytes of damaged indexes."""
         return sum(size for name, size in self.files.items() if name.startswith(f"{INDEX}.damaged-"))
+
+    def prometheus(self) -> str:
+        """All of it in Prometheus' text format; ``examples/metrics.md`` tells the names."""
+        payloads = by("kind", {kind.kind: kind.payloads for kind in self.kinds})
+        payload_bytes = by("kind", {kind.kind: kind.bytes for kind in self.kinds})
+        files = by("part", {"slab": self.slab, "index": self.index, "set aside": self.set_aside})
+        return exposition(
+            "kvquant_folder",
+            [
+                Metric("payloads", "gauge", "Payloads in a store's folder.", payloads),
+                Metric("payload_bytes", "gauge", "Bytes of those payloads.", payload_bytes),
+                Metric("file_bytes", "gauge", "Bytes of a store's files.", files),
+                Metric("used_bytes", "gauge", "Bytes of the slab that are taken.", self.used),
+                Metric(
+                    "written", "gauge", "Whether a process writes to it now, 1 or 0.", int(self.writer is not None)
+                ),
+            ],
+        )
 
 
 @dataclass(frozen=True)

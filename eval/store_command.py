@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,20 +64,31 @@ def ls(context: typer.Context, path: _Path, json: _Json = False) -> int:
 
 _STATS_HELP = """How large a store is, by kind and by file, and whether a process writes to it now.
 
-[bold]Example[/bold]
+[bold]Examples[/bold]
 
   kvquant store stats /mnt/ssd/store
+
+  kvquant store stats /mnt/ssd/store --prometheus > /var/lib/node_exporter/kvquant.prom
 """
 
 
 @app.command("stats", help=_STATS_HELP)
-def stats(context: typer.Context, path: _Path, json: _Json = False) -> int:
+def stats(
+    context: typer.Context,
+    path: _Path,
+    json: _Json = False,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="Print Prometheus' text format instead.")] = False,
+) -> int:
     """See `_STATS_HELP`."""
     from .store import measured
 
+    if json and prometheus:
+        raise InputError("--prometheus: given with --json; allowed: one of them")
     with _reading():
         found = measured(path)
-    if json:
+    if prometheus:
+        sys.stdout.write(found.prometheus())
+    elif json:
         print_json(
             context,
             found.kinds,

@@ -14,10 +14,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .attention.streamed import streamed_attention
     from .blocks import BlockKey, CompressedTensor, KVBlock
     from .cache.hf import KVQuantCache
     from .cache.hooks import disable, enable
     from .codecs import Codec, get_codec, register_codec
+    from .compressor import BlockCompressor
     from .errors import (
         BudgetError,
         CacheStateError,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         StoreFullError,
         UnsupportedError,
     )
+    from .kernels import Dense
     from .keys import model_fingerprint
     from .policy import LayerPolicy, PrecisionPolicy, preset_names, tuned_names
     from .store.base import BlockStore
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "BlockCompressor": "compressor",
     "BlockKey": "blocks",
     "BlockStore": "store.base",
     "BudgetError": "errors",
@@ -50,6 +54,7 @@ _HOME = {
     "Codec": "codecs",
     "CodecError": "errors",
     "CompressedTensor": "blocks",
+    "Dense": "kernels",
     "DiskStore": "store.disk",
     "FormatError": "errors",
     "KVBlock": "blocks",
@@ -70,11 +75,13 @@ _HOME = {
     "model_fingerprint": "keys",
     "preset_names": "policy",
     "register_codec": "codecs",
+    "streamed_attention": "attention.streamed",
     "tune_policy": "tuner.tune",
     "tuned_names": "policy",
 }
 
 __all__ = [
+    "BlockCompressor",
     "BlockKey",
     "BlockStore",
     "BudgetError",
@@ -83,6 +90,7 @@ __all__ = [
     "Codec",
     "CodecError",
     "CompressedTensor",
+    "Dense",
     "DiskStore",
     "FormatError",
     "KVBlock",
@@ -103,6 +111,7 @@ __all__ = [
     "model_fingerprint",
     "preset_names",
     "register_codec",
+    "streamed_attention",
     "tune_policy",
     "tuned_names",
 ]

@@ -65,6 +65,12 @@ class CompressedTensor:
     fields: Mapping[str, Tensor]
     sinks: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        sinks = () if self.sinks is None else (self.sinks,)
+        return sum(tensor.nbytes for tensor in (*self.fields.values(), *sinks))
+
 
 @dataclass(frozen=True)
 class KVBlock:
@@ -74,6 +80,11 @@ class KVBlock:
     value: CompressedTensor
     first: int
     tokens: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return self.key.nbytes + self.value.nbytes
 
     def to_bytes(self, key: bytes) -> bytes:
         """Serialise under ``key``; see the module docstring for the layout."""
@@ -106,7 +117,7 @@ class KVBlock:
             key_part, value_part = (reader.part(header[role]) for role in ("key", "value"))
             reader.finish()
             return cls(key_part, value_part, int(header["first"]), int(header["tokens"]))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             raise FormatError(f"block header does not describe its payload: {error}") from error
 
 

@@ -17,13 +17,13 @@ PACKAGE = ROOT / "kvquant"
 # Each part may import those before it, and itself.
 LAYERS = [
     ["errors"],
-    ["blocks", "geometry", "keys", "selectors"],
+    ["blocks", "exposition", "geometry", "keys", "selectors"],
     ["codecs", "keybias"],
     ["records"],
     ["policy", "arena", "kernels"],
     ["attention", "store"],
     ["cache"],
-    ["tuner"],
+    ["compressor", "tuner"],
     ["testing"],
     ["__init__"],
 ]

@@ -258,7 +258,7 @@ def test_the_cache_seals_the_same_bytes_without_the_library(spec, offset, monkey
     for one, other in zip(with_library[1].rows, without[1].rows, strict=True):
         for number in range(len(one.slots)):
             first, second = (
-                layer.block(table.view_of(row, number), 0)[0]
+                layer.block(table, row, number).key
                 for (layer, table, _), row in ((with_library, one), (without, other))
             )
             for name, field in first.fields.items():

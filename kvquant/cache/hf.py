@@ -268,9 +268,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         entry = self.rows.rows[row]
         if not 0 <= number < len(entry.slots):
             raise CacheStateError(f"row {row} has {len(entry.slots)} sealed blocks, there is no number {number}")
-        first = entry.ends[number - 1] if number else 0
-        key, value = target.held.block(self.rows.view_of(entry, number), 0)
-        return KVBlock(key, value, first % self.rows.block_tokens, entry.ends[number] - first)
+        return target.held.block(self.rows, entry, number)
 
     def block_key(self, layer: int, row: int, number: int) -> BlockKey:
         """The runtime handle of a block: unique within the process, new whenever the row is copied."""

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from ..arena import Encoder, SlotPool
-from ..blocks import CompressedTensor
+from ..blocks import CompressedTensor, KVBlock
 from ..codecs import Codec, Fields
 from ..errors import CacheStateError
 from ..kernels import decode, encode
 from ..kernels.coding import CHUNK_ELEMENTS
 from ..records import Record
 from .blocks import Blocks, Cut, Side, Span
-from .rows import Call, Row, RowCall
+from .rows import Call, Row, RowCall, Rows
 from .tail import Tail
 
 Offset = Callable[[Tensor, Tensor], Tensor]
@@ -154,8 +154,8 @@ class History:
                 target.copy_(tokens)
             first, offset = first + count, 0
         if side.raw is not None:
-            stop = min(span.stop, self.sink_tokens)
-            out[:, span.first : stop] = side.raw[:, : stop - span.first]
+            raw = side.raw[:, : span.stop - span.first]
+            out[:, span.first : span.first + raw.shape[1]] = raw
 
     def crop(self, rows: Sequence[Row]) -> None:
         """Follow rows that were cropped: tails lose their last tokens."""
@@ -211,7 +211,7 @@ class Layer:
             side.append(fresh, call)
             held.append(Held(self, which, fresh, call, tuple(tail.tokens for tail in side.tails)))
         if call.runs:
-            with _no_autocast(keys.device), torch.no_grad():
+            with no_autocast(keys.device), torch.no_grad():
                 self.blocks.seal(call, [self._cut(index, row) for index, row in enumerate(call.rows) if row.slots])
         return held[0], held[1]
 
@@ -236,17 +236,19 @@ class Layer:
         nothing = torch.stack([tail[:, :0] for tail in tails])
         return decoded(Held(self, which, nothing, call, tails))[0]
 
-    def block(self, call: Call, row: int) -> tuple[CompressedTensor, CompressedTensor]:
-        """A copy of what is stored of a row's history in ``call``, which is one block."""
+    def block(self, rows: Rows, row: Row, number: int) -> KVBlock:
+        """A copy of the ``number``-th sealed span of a row, its keys less what is known of them."""
+        call = rows.view_of(row, number)
+        (piece,) = call.rows[0].history
         parts: list[CompressedTensor] = []
         for portion in self.blocks.read(call).each:  # each is good until the next is taken
-            for span in portion[row]:
+            for span in portion[0]:
                 for side, stored in zip(self.sides, span.sides, strict=True):
                     tail = side.tails[0].tokens
                     fields = {name: field[0].clone() for name, field in stored.fields.items()}
                     shape = tail.shape[0], side.block_tokens, tail.shape[2]
                     parts.append(CompressedTensor(stored.codec.name, shape, tail.dtype, fields, stored.raw))
-        return parts[0], parts[1]
+        return KVBlock(parts[0], parts[1], piece.offset, piece.stop - piece.first)
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes allocated for (sealed blocks, raw tokens); values at model precision count 2 bytes each."""
@@ -329,7 +331,7 @@ def decoded(*held: Held) -> list[Tensor]:
     started = time.perf_counter()
     rows, _, new, _ = fresh.shape
     layer = held[0].layer
-    with _no_autocast(fresh.device):
+    with no_autocast(fresh.device):
         columns = call.past + new
         dense = [one.fresh.new_empty(rows, one.fresh.shape[1], columns, one.fresh.shape[3]) for one in held]
         with torch.no_grad():
@@ -348,7 +350,7 @@ def decoded(*held: Held) -> list[Tensor]:
     return dense
 
 
-def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Codecs choose their dtypes themselves."""
     wanted = device.type != "meta" and torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if wanted else nullcontext()

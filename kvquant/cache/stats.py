@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..exposition import Labels, Metric, exposition
 from ..policy import ResolvedLayer
 from .layer import Layer
 from .rows import Row
@@ -75,24 +76,27 @@ class CacheStats:
         )
 
     def prometheus(self, prefix: str = "kvquant_cache") -> str:
-        """The snapshot in Prometheus' text format."""
-        totals = {
-            "tokens": sum(self.tokens),
-            "rows": len(self.tokens),
-            "blocks": self.blocks,
-            "bytes_baseline": self.kv_bytes_baseline,
-            "bytes_passed_through": self.other_bytes,
-            "bytes_peak": self.peak_kv_bytes,
-            "fallbacks_total": self.fallbacks,
-            "recompressed_total": self.recompressed,
-            "encode_seconds_total": self.encode_seconds,
-            "decode_seconds_total": self.decode_seconds,
+        """The snapshot in Prometheus' text format; ``examples/metrics.md`` tells the names."""
+        by_layer: dict[Labels, float] = {
+            (("layer", str(layer.index)), ("kind", layer.kind)): layer.kv_bytes for layer in self.layers
         }
-        lines = [f"{prefix}_{name} {value}" for name, value in totals.items()]
-        lines += [
-            f'{prefix}_bytes{{layer="{layer.index}",kind="{layer.kind}"}} {layer.kv_bytes}' for layer in self.layers
-        ]
-        return "\n".join(lines) + "\n"
+        return exposition(
+            prefix,
+            [
+                Metric("tokens", "gauge", "Tokens held, over all rows, padding excluded.", sum(self.tokens)),
+                Metric("rows", "gauge", "Sequences held.", len(self.tokens)),
+                Metric("blocks", "gauge", "Sealed spans, over all rows.", self.blocks),
+                Metric("bytes", "gauge", "Bytes on the device, by layer; 0 where it is not compressed.", by_layer),
+                Metric("baseline_bytes", "gauge", "Bytes of the same tokens at 16 bits.", self.kv_bytes_baseline),
+                Metric("passed_through_bytes", "gauge", "Bytes of layers not compressed.", self.other_bytes),
+                Metric("peak_bytes", "gauge", "Most bytes held, decoded layers included.", self.peak_kv_bytes),
+                Metric("fallbacks_total", "counter", "Keys or values decoded for attention.", self.fallbacks),
+                Metric("recompressed_total", "counter", "Blocks given the codecs for disk.", self.recompressed),
+                Metric("recompression_error", "gauge", "What that cost, relative RMS.", self.recompression_error),
+                Metric("encode_seconds_total", "counter", "Time spent encoding.", self.encode_seconds),
+                Metric("decode_seconds_total", "counter", "Time spent decoding.", self.decode_seconds),
+            ],
+        )
 
 
 def take_stats(

@@ -21,7 +21,7 @@ from ..errors import KVQuantWarning
 from ..kernels import Dense, Memo, Sealed, Segment, decoding_pays
 from ..keybias import BiasScores, KeyBias
 from .blocks import Side, Span
-from .layer import Held, History, Layer, decoded
+from .layer import Held, Layer, decoded
 from .rows import Call, RowCall
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -69,35 +69,43 @@ class Segments:
 
     def _of(self, span: Span) -> list[Segment]:
         if "segments" not in span.memo:
-            span.memo["segments"] = self._make(span)
+            key, value = self.layer.sides
+            dtypes = key.tails[0].tokens.dtype, value.tails[0].tokens.dtype
+            span.memo["segments"] = segments_of(span, (key.dim, value.dim), dtypes, key.block_tokens)
         found: list[Segment] = span.memo["segments"]
         return found
 
-    def _make(self, span: Span) -> list[Segment]:
-        key, value = span.sides
-        found: list[Segment] = []
-        most = max(0 if side.raw is None else side.raw.shape[1] for side in span.sides)
-        raw = min(most, span.stop - span.first)
-        if raw:
-            keys, values = (
-                _first_tokens(side, history, span.offset, raw)
-                for side, history in zip(span.sides, self.layer.sides, strict=True)
-            )
-            found.append(Dense(keys, values))
-        begin, stop = span.offset + raw, span.offset + span.stop - span.first
-        if begin < stop:
-            dims = self.layer.key.dim, self.layer.value.dim
-            tokens, start = self.layer.key.block_tokens, span.first - span.offset
-            found.append(Sealed(key.codec, value.codec, key.fields, value.fields, dims, tokens, begin, stop, start))
-        return found
+
+def segments_of(
+    span: Span, dims: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], block_tokens: int
+) -> list[Segment]:
+    """What attention reads of a span: first tokens that were kept raw, and blocks.
+
+    ``dims`` and ``dtypes`` are those of its keys and values.
+    """
+    key, value = span.sides
+    found: list[Segment] = []
+    most = max(0 if side.raw is None else side.raw.shape[1] for side in span.sides)
+    raw = min(most, span.stop - span.first)
+    if raw:
+        keys, values = (
+            _first_tokens(side, dim, dtype, span.offset, raw)
+            for side, dim, dtype in zip(span.sides, dims, dtypes, strict=True)
+        )
+        found.append(Dense(keys, values))
+    begin, stop = span.offset + raw, span.offset + span.stop - span.first
+    if begin < stop:
+        start = span.first - span.offset
+        found.append(Sealed(key.codec, value.codec, key.fields, value.fields, dims, block_tokens, begin, stop, start))
+    return found
 
 
-def _first_tokens(side: Side, history: History, offset: int, count: int) -> Tensor:
+def _first_tokens(side: Side, dim: int, dtype: torch.dtype, offset: int, count: int) -> Tensor:
     """The first tokens of a span as they were: ``[heads, count, dim]``."""
     if side.raw is not None:
         return side.raw[:, :count]
     first = {name: field[:1] for name, field in side.fields.items()}  # of a codec that is lossless
-    blocks = side.codec.decode(first, history.dim, history.tails[0].tokens.dtype)
+    blocks = side.codec.decode(first, dim, dtype)
     return blocks[0, :, offset : offset + count]
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..blocks import BlockKey
 from ..errors import StoreError, shown
+from ..exposition import Labels, Metric, by, exposition
 
 Key = BlockKey | bytes
 """A `BlockKey` names what lives as long as the process, bytes what outlives it (where there is a disk)."""
@@ -172,29 +173,30 @@ class StoreStats:
         )
 
     def prometheus(self, prefix: str = "kvquant_store") -> str:
-        """The snapshot in Prometheus' text format."""
-        lines = []
-        for tier in self.tiers:
-            told = {"budget_bytes": tier.budget, "used_bytes": tier.used, "payloads": tier.payloads}
-            told |= {"hits_total": tier.hits}
-            lines += [f'{prefix}_{name}{{tier="{tier.name}"}} {value}' for name, value in told.items()]
-        for name, label, counts in (
-            ("evictions_total", "edge", self.evictions),
-            ("moved_bytes_total", "edge", self.moved),
-            ("faults_total", "kind", self.faults),
-        ):
-            lines += [f'{prefix}_{name}{{{label}="{each}"}} {count}' for each, count in counts.items()]
-        totals = {
-            "misses_total": self.misses,
-            "puts_total": self.puts,
-            "pinned": self.pinned,
-            "prefetch_hits_total": self.prefetch_hits,
-            "prefetch_late_total": self.prefetch_late,
-            "prefetch_unused_total": self.prefetch_unused,
-            "stall_seconds_total": self.stall_seconds,
-        }
-        lines += [f"{prefix}_{name} {value}" for name, value in totals.items()]
-        return "\n".join(lines) + "\n"
+        """The snapshot in Prometheus' text format; ``examples/metrics.md`` tells the names."""
+
+        def by_tier(what: str) -> Mapping[Labels, float]:
+            return by("tier", {tier.name: getattr(tier, what) for tier in self.tiers})
+
+        return exposition(
+            prefix,
+            [
+                Metric("budget_bytes", "gauge", "Bytes that a tier may hold.", by_tier("budget")),
+                Metric("used_bytes", "gauge", "Bytes that a tier holds.", by_tier("used")),
+                Metric("payloads", "gauge", "Payloads in a tier.", by_tier("payloads")),
+                Metric("pinned", "gauge", "Payloads that may not leave now.", self.pinned),
+                Metric("hits_total", "counter", "Gets served from a tier.", by_tier("hits")),
+                Metric("misses_total", "counter", "Gets of what was not there.", self.misses),
+                Metric("puts_total", "counter", "Payloads put.", self.puts),
+                Metric("evictions_total", "counter", "Payloads that left a tier.", by("edge", self.evictions)),
+                Metric("moved_bytes_total", "counter", "Bytes moved between tiers.", by("edge", self.moved)),
+                Metric("prefetch_hits_total", "counter", "Fetched ahead in time.", self.prefetch_hits),
+                Metric("prefetch_late_total", "counter", "Fetched ahead, but not in time.", self.prefetch_late),
+                Metric("prefetch_unused_total", "counter", "Fetched ahead for nothing.", self.prefetch_unused),
+                Metric("stall_seconds_total", "counter", "Time spent waiting for payloads.", self.stall_seconds),
+                Metric("faults_total", "counter", "What failed and was made a miss.", by("kind", self.faults)),
+            ],
+        )
 
 
 def as_payload(payload: Tensor) -> Tensor:

@@ -150,6 +150,14 @@ def test_stats(folder: Path, capsys: Capture, asked: Asked) -> None:
     assert asked("stats", folder)[1]["index"]["set_aside"] == 1000
     assert run(["store", "stats", str(folder)]) == 0
     assert "nobody writes to it now" in capsys.readouterr().out
+    assert run(["store", "stats", str(folder), "--prometheus"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "# TYPE kvquant_folder_payloads gauge" in lines
+    assert 'kvquant_folder_payloads{kind="prefixes"} 17' in lines
+    assert f"kvquant_folder_used_bytes {document['slab']['used']}" in lines
+    assert "kvquant_folder_written 0" in lines
+    assert run(["store", "stats", str(folder), "--prometheus", "--json"]) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_all_is_well(folder: Path, capsys: Capture, asked: Asked) -> None:
