@@ -289,7 +289,7 @@ def forged(place, given_):
         tensors = [
             field for role in ("key", "value") for field in (*header[role]["fields"].values(), header[role]["sinks"])
         ]
-        size = sum(_DTYPES[tensor[0]].itemsize * math.prod(tensor[1]) for tensor in tensors if tensor)
+        size = sum(_DTYPES[tensor[0]].itemsize * math.prod(map(int, tensor[1])) for tensor in tensors if tensor)
         if 0 <= size < 1 << 20:
             payload = payload[:size].ljust(size, b"\7")
     magic, version, _, _ = _PREFIX.unpack(DATA[: _PREFIX.size])
