@@ -37,6 +37,7 @@ from .tail import Tail
 _CHUNK = 128  # tokens per forward on held-out text
 _TIGHTEN = 0.7  # of the KL limit, where perplexity rose by more than was wanted
 _MOST_TIGHTENINGS = 12
+_ALONE = ("cells", "frames")  # stages of the search that come before whole policies
 _MEASURED_CELLS = 2  # of each layer's keys, and of its values, on average: estimates tell the others
 
 
@@ -76,6 +77,7 @@ class _Search:
     facts: dict[str, str]
     tell: Tell
     began: float = field(default_factory=time.monotonic)  # and again after estimates, which the time does not limit
+    alone: float = 0.0  # passes that measured cells and frames one by one
 
     def run(self, known: Sensitivity | None) -> Solution:
         """The solution, without rows."""
@@ -138,14 +140,17 @@ class _Search:
         )
 
     def _cost(self, estimating: float) -> str:
-        one = self.objective.tail.exact_seconds
+        estimates, alone = estimating / self.objective.tail.exact_seconds, self.alone
         return (
-            f"in scored passes of the whole text: estimates {estimating / one:.1f}, policies "
-            f"{self.objective.passes:.1f}; {estimating + time.monotonic() - self.began:.0f} s in all"
+            f"in scored passes of the whole text: sensitivity {estimates + alone:.1f} (estimates {estimates:.1f}, "
+            f"cells and frames {alone:.1f}), whole policies {self.objective.passes - alone:.1f}; "
+            f"{estimating + time.monotonic() - self.began:.0f} s in all"
         )
 
     def _tick(self, stage: str, done: int, total: int) -> None:
         """Tells of a stage's steps, or of the time there is where nobody knows how many there will be."""
+        if stage in _ALONE:
+            self.alone = self.objective.passes
         if total:
             self.tell(stage, done, total)
         else:
