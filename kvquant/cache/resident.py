@@ -41,6 +41,14 @@ class Resident:
         codecs = self._layer.key.codec, self._layer.value.codec
         return sum(record.counted(codecs) * len(slab) for record, slab in self._arena.slabs())
 
+    def slot_nbytes(self, slots: Sequence[int]) -> dict[int, int]:
+        """See `Blocks`."""
+        if self._arena is None:
+            return dict.fromkeys(slots, 0)
+        codecs = self._layer.key.codec, self._layer.value.codec
+        taken = {slab: record.counted(codecs) for slab, record in self._arena.records()}
+        return {slot: taken.get(self._pool.runs([slot])[0].slab, 0) for slot in slots}
+
     def tensors(self) -> Iterator[Tensor]:
         """See `Blocks`."""
         if self._arena is not None:
