@@ -47,7 +47,11 @@ class Resident:
             return dict.fromkeys(slots, 0)
         codecs = self._layer.key.codec, self._layer.value.codec
         taken = {slab: record.counted(codecs) for slab, record in self._arena.records()}
-        return {slot: taken.get(self._pool.runs([slot])[0].slab, 0) for slot in slots}
+        found: dict[int, int] = {}
+        for run in self._pool.runs(slots):
+            first = self._pool.slot(run)
+            found |= dict.fromkeys(range(first, first + len(run)), taken.get(run.slab, 0))
+        return found
 
     def tensors(self) -> Iterator[Tensor]:
         """See `Blocks`."""
