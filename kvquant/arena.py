@@ -188,6 +188,10 @@ class Arena:
         """Everything allocated for slots, in use or not: records of a kind ``[slots, nbytes]``."""
         yield from self._slabs.values()
 
+    def records(self) -> Iterator[tuple[int, Record]]:
+        """By the number of each slab that is allocated, how its slots lie in memory."""
+        yield from ((number, record) for number, (record, _) in self._slabs.items())
+
     def clear(self) -> None:
         """Free all memory; for a pool without live slots."""
         self._slabs.clear()

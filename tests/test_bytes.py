@@ -6,8 +6,9 @@ import pytest
 import torch
 from accelerate import dispatch_model
 
-from kvquant import KVQuantCache
-from tests.models import feed, prompt, stock, tiny
+import kvquant
+from kvquant import KVQuantCache, TieredStore
+from tests.models import feed, generate, prompt, small, stock, tiny
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,80 @@ def test_stats_print_and_export(llama):
     assert metrics["kvquant_cache_tokens"] == "700"
     assert int(metrics['kvquant_cache_bytes{layer="3",kind="full_attention"}']) == stats.layers[3].kv_bytes
     assert stats.encode_seconds > 0
+
+
+# --- by row ---
+
+
+def slot_bytes(cache):
+    """What one block takes, over all layers, everything counted as it is allocated."""
+    return sum(next(layer.held.blocks.tensors())[0].nbytes for layer in cache.layers)
+
+
+def raw_bytes(cache, row):
+    rooms = [side.tails[row].room for layer in cache.layers for side in layer.held.sides]
+    return 2 * sum(room.numel() for room in rooms)
+
+
+def sink_bytes(cache):
+    return 2 * sum(sink.numel() for layer in cache.layers for side in layer.held.sides for sink in side.sinks.values())
+
+
+def test_rows_of_a_padded_batch_after_generate(llama):
+    kvquant.enable(llama)
+    ids = prompt(200, rows=2)
+    mask = torch.ones_like(ids)
+    mask[1, :90] = ids[1, :90] = 0
+    cache = KVQuantCache.for_model(llama, small())
+    generate(llama, cache, ids, new=20, attention_mask=mask)
+    stats = cache.stats()
+    assert stats.tokens == (219, 129)
+    long, short = (len(row.slots) for row in cache.rows.rows)
+    assert (long, short) == (12, 7)
+    each = sink_bytes(cache) // 2
+    expected = [blocks * slot_bytes(cache) + raw_bytes(cache, row) + each for row, blocks in enumerate((long, short))]
+    assert stats.row_bytes == tuple(expected)
+    idle = sum(layer.block_bytes for layer in stats.layers) - (long + short) * slot_bytes(cache)
+    assert sum(stats.row_bytes) == stats.kv_bytes - idle
+    least, most = (f"{nbytes / 2**20:.2f}" for nbytes in reversed(stats.row_bytes))
+    assert str(stats).endswith(f", {least} to {most} MiB a row")
+    samples = dict(line.rsplit(" ", 1) for line in stats.prometheus().splitlines())
+    assert [int(samples[f'kvquant_cache_row_bytes{{row="{row}"}}']) for row in (0, 1)] == expected
+
+
+def test_what_rows_share_counts_in_each(llama):
+    cache = KVQuantCache.for_model(llama, small())
+    feed(llama, cache, prompt(100))
+    (alone,), before = cache.stats().row_bytes, cache.stats().kv_bytes
+    cache.batch_repeat_interleave(3)
+    assert cache.stats().row_bytes == (alone,) * 3
+    assert cache.stats().kv_bytes == before
+    cache.batch_select_indices([0])
+    cache.crop(-60)  # into a block, which stays whole
+    sealed = cache.rows.rows[0].slots
+    assert cache.stats().row_bytes == (len(sealed) * slot_bytes(cache) + raw_bytes(cache, 0) + sink_bytes(cache),)
+    cache.reset()
+    assert cache.stats().row_bytes == ()
+    assert " a row" not in str(cache.stats())
+
+
+@pytest.mark.parametrize("when", ["evict", "seal"])
+def test_of_rows_in_a_store_what_lies_on_the_device_counts(llama, when):
+    roomy, tight = TieredStore(device_budget="1MiB"), TieredStore(device_budget="12KiB", host_budget="1MiB")
+    everything, some = (KVQuantCache.for_model(llama, small(when=when), store=store) for store in (roomy, tight))
+    for cache in (everything, some):
+        feed(llama, cache, prompt(200, rows=2))
+        stats = cache.stats()
+        assert sum(stats.row_bytes) == stats.kv_bytes
+    assert sum(some.stats().row_bytes) < sum(everything.stats().row_bytes)
+    assert tight.stats().tiers[1].payloads
+
+
+def test_rows_of_a_pass_that_stopped_half_way(llama):
+    cache = KVQuantCache.for_model(llama, small())
+    for layer in range(2):
+        cache.update(*(torch.randn(1, 2, 100, 16) for _ in range(2)), layer)
+    assert cache.stats().row_bytes == (cache.stats().kv_bytes,)
 
 
 # --- devices ---

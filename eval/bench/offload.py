@@ -267,7 +267,8 @@ class Way:
         ]
         layers = [index for index, layer in enumerate(cache.layers) if hasattr(layer, "held")]
         sequence = next(stream.sequence for stream in self.store.streams)
-        dense = sum(self.store.placed(sequence, layer, DEVICE)[SHRINKABLE] for layer in layers)
+        tags = [tag for layer in layers for tag in self.store.placed(sequence, layer, DEVICE).values()]
+        dense = tags.count(SHRINKABLE)
         if dense:
             notes.append(f"{dense} of {cache.stats().blocks * len(layers)} blocks are as they were")
         if self.folder is not None and not self._dropped:

@@ -67,6 +67,9 @@ class Blocks(Protocol):
     def nbytes(self) -> int:
         """Bytes allocated on the layer's device; what is stored as it was counts 2 bytes a value."""
 
+    def slot_nbytes(self, slots: Sequence[int]) -> dict[int, int]:
+        """Those of each of ``slots``; 0 for a block that is not there."""
+
     def tensors(self) -> Iterator[Tensor]:
         """What is allocated on the layer's device."""
 

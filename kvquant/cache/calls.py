@@ -19,7 +19,7 @@ class _Announced:
     starts: list[int] | None = None
     ids: Tensor | None = None
     positions: Tensor | None = None
-    streamed: bool = False
+    streamed: bool | None = None
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Calls:
 
     rows: Rows
     held: dict[int, int] = field(default_factory=dict)
-    streamed: bool = False  # whether the pass ends in attention that takes `HeldStates`
+    streamed: bool | None = None  # whether the pass ends in attention that takes `HeldStates`, None: nobody said
     _announced: _Announced = _Announced()
     _current: Call | None = None
 
@@ -44,14 +44,14 @@ class Calls:
         mask: Tensor | None,
         positions: Tensor | None,
         opaque: bool = False,
-        streamed: bool = False,
+        streamed: bool | None = None,
     ) -> None:
         """Tell what the next call of ``new`` columns brings; any of the three may be unknown.
 
         Shapes: ``ids`` ``[rows, new]``, ``mask`` ``[rows, columns held + new]`` with 0 for padding, ``positions``
         ``[rows or 1, new]``. A mask that hides anything but left padding makes keys and values depend on more than
         the ids, which are then forgotten. Raises `CacheStateError` where they do not continue the rows.
-        ``opaque`` is for masks of other kinds, which tell nothing.
+        ``opaque`` is for masks of other kinds, which tell nothing; ``streamed``: see `Calls`.
         """
         starts, plain = (None, not opaque) if mask is None else self._read_mask(new, mask)
         positions = _readable(positions)

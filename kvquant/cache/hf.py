@@ -120,14 +120,15 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         new: int | None = None,
-        streamed: bool = False,
+        streamed: bool | None = None,
     ) -> None:
         """Announce the next forward pass: what its ``new`` columns are, and which are padding.
 
         ``input_ids`` ``[rows, new]`` give content keys; a 2-D ``attention_mask`` ``[rows, held + new]`` tells
         left padding, which is then not stored; ``position_ids`` are checked to continue the cache. Masks of other
         kinds are left to the model, and nothing is checked. Where a mask hides anything but left padding, keys and
-        values depend on more than the ids: the rows get no content keys then. Raises `CacheStateError`.
+        values depend on more than the ids: the rows get no content keys then. ``streamed`` tells whether the model's
+        attention reads codes where they lie; where it does not, or can't, that is counted. Raises `CacheStateError`.
         """
         if new is None:
             if input_ids is None:
@@ -337,10 +338,9 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             for codec, offset in ((layer.policy.key, layer.key_bias), (layer.policy.value, None))
         ]
         key, value = histories
-        watch = None if caches_latents(self._config) else self._watch
         place = partial(Resident, self.rows.pool)
         held = Layer(key, value, place if self._offload is None else partial(self._offload.blocks, layer.index))
-        return KVQuantLayer(layer.index, self._calls, held, watch)
+        return KVQuantLayer(layer.index, self._calls, held, self._watch, not caches_latents(self._config))
 
     def settle(self) -> None:
         """See `Calls.settle`."""

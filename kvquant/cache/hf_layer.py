@@ -22,10 +22,11 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, index: int, calls: Calls, held: Layer, watch: Watch | None = None) -> None:
-        """``watch`` of all layers, None where attention needs what is held decoded."""
+    def __init__(self, index: int, calls: Calls, held: Layer, watch: Watch, streams: bool) -> None:
+        """``watch`` of all layers; ``streams`` is False where the model's attention needs what is held decoded."""
         self.index = index
-        self.segments = None if watch is None else Segments(held, watch)
+        self.watch = watch
+        self.segments = Segments(held, watch) if streams else None
         self.calls = calls
         self.held = held
         calls.held.setdefault(index, 0)
@@ -62,6 +63,8 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         keys, values = self.held.append(key_states, value_states, call)
         if self.segments is not None and self.calls.streamed and call.past:
             return HeldStates(keys, self.segments), HeldStates(values, self.segments)
+        if self.calls.streamed is not None and call.past:
+            self.watch.fallbacks += 2  # of such a model at every step, which is no news: see `hooks.why_decoded`
         dense = decoded(keys, values)
         return dense[0], dense[1]
 
@@ -80,7 +83,7 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def fork(self, calls: Calls, watch: Watch, offload: Offload | None) -> KVQuantLayer:
         """A copy that belongs to ``calls`` and shares every block."""
         held = self.held.fork(self.held.blocks.fork if offload is None else partial(offload.blocks, self.index))
-        return KVQuantLayer(self.index, calls, held, None if self.segments is None else watch)
+        return KVQuantLayer(self.index, calls, held, watch, self.segments is not None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise UnsupportedError("a layer of a KVQuantCache shares its rows with the others: copy the cache")

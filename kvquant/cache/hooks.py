@@ -30,8 +30,8 @@ def enable(model: nn.Module) -> None:
     blocks get content keys, a prompt that is cached whole costs one token, and inputs that do not continue the cache
     are refused. What cannot be attended to so (an unusual mask, attention weights that are wanted, gradients) is
     decoded as without the hook; `CacheStats.fallbacks` counts it, and a `KVQuantWarning` tells the first time why.
-    So are all keys and values where `why_decoded` says so. Forward passes with other caches are not affected. Raises
-    `UnsupportedError` for a model whose decoder takes no cache.
+    So are all keys and values where `why_decoded` says so, without a warning. Forward passes with other caches are not
+    affected. Raises `UnsupportedError` for a model whose decoder takes no cache.
     """
     decoder = _decoder(model)
     if not takes_cache(decoder):

@@ -128,11 +128,20 @@ class Offloaded:
 
     def nbytes(self) -> int:
         """See `Blocks`."""
+        return sum(self._placed().values())
+
+    def slot_nbytes(self, slots: Sequence[int]) -> dict[int, int]:
+        """See `Blocks`."""
+        placed = self._placed()
+        return {slot: placed.get(slot, 0) for slot in slots}
+
+    def _placed(self) -> dict[int, int]:
+        """Bytes of what lies on the device, by slot."""
         counted = {
             tag: record.counted(_RAW if tag == SHRINKABLE else self._codecs) for tag, record in self._records.items()
         }
         placed = self.shared.store.placed(self.shared.sequence, self.index, DEVICE)
-        return sum(counted[tag] * count for tag, count in placed.items())
+        return {slot: counted[tag] for slot, tag in placed.items()}
 
     def tensors(self) -> Iterator[Tensor]:
         """The device's memory is the store's."""

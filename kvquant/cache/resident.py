@@ -41,6 +41,18 @@ class Resident:
         codecs = self._layer.key.codec, self._layer.value.codec
         return sum(record.counted(codecs) * len(slab) for record, slab in self._arena.slabs())
 
+    def slot_nbytes(self, slots: Sequence[int]) -> dict[int, int]:
+        """See `Blocks`."""
+        if self._arena is None:
+            return dict.fromkeys(slots, 0)
+        codecs = self._layer.key.codec, self._layer.value.codec
+        taken = {slab: record.counted(codecs) for slab, record in self._arena.records()}
+        found: dict[int, int] = {}
+        for run in self._pool.runs(slots):
+            first = self._pool.slot(run)
+            found |= dict.fromkeys(range(first, first + len(run)), taken.get(run.slab, 0))
+        return found
+
     def tensors(self) -> Iterator[Tensor]:
         """See `Blocks`."""
         if self._arena is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..exposition import Labels, Metric, exposition
+from ..exposition import Labels, Metric, by, exposition
 from ..policy import ResolvedLayer
 from .layer import Layer
 from .rows import Row
@@ -38,9 +38,13 @@ class CacheStats:
 
     ``kv_bytes`` are those of the compressed (full-attention) layers and ``kv_bytes_baseline`` what an
     uncompressed 16-bit cache of the same tokens takes there, padding excluded, whatever dtype the model runs in.
+    ``row_bytes`` are what each row holds of ``kv_bytes``: its blocks, its tail with the room it has to grow, and its
+    sinks. What rows share, as beams do, counts in full for each of them, and slots nobody uses for none: the sum may
+    be more or less than ``kv_bytes``.
     ``other_bytes`` are those of layers that pass through (sliding windows, …). ``peak_kv_bytes`` adds the one
     layer that is decoded for attention at a time. ``fallbacks`` is how often a layer's keys, or values, were decoded
-    though `kvquant.enable` is on, since the cache, or the one it copies, was built. With a store ``kv_bytes`` are
+    though `kvquant.enable` is on, since the cache, or the one it copies, was built: at every step for the models that
+    attend in no other way. With a store ``kv_bytes`` are
     those on the device, ``recompressed`` how many blocks of layers got the codecs of `PrecisionPolicy.cold`, and
     ``recompression_error`` what that cost them on average: the relative root mean square error.
     """
@@ -57,6 +61,7 @@ class CacheStats:
     fallbacks: int = 0
     recompressed: int = 0
     recompression_error: float = 0.0
+    row_bytes: tuple[int, ...] = ()
 
     @property
     def kv_ratio(self) -> float:
@@ -69,10 +74,16 @@ class CacheStats:
         return 16 * self.kv_ratio
 
     def __str__(self) -> str:
+        each = decoded = ""
+        if len(self.row_bytes) > 1:
+            least, most = (f"{pick(self.row_bytes) / 2**20:.2f}" for pick in (min, max))
+            each = f", {least if least == most else f'{least} to {most}'} MiB a row"
+        if self.fallbacks:
+            decoded = f"; keys or values were decoded for attention {self.fallbacks} times"
         return (
             f"{sum(self.tokens)} tokens in {len(self.tokens)} rows, {self.blocks} sealed blocks: "
             f"{self.kv_bytes / 2**20:.2f} MiB of {self.kv_bytes_baseline / 2**20:.2f} MiB at 16 bits "
-            f"({self.kv_ratio:.3f}, {self.bits_per_element:.2f} bits per element)"
+            f"({self.kv_ratio:.3f}, {self.bits_per_element:.2f} bits per element){each}{decoded}"
         )
 
     def prometheus(self, prefix: str = "kvquant_cache") -> str:
@@ -80,6 +91,7 @@ class CacheStats:
         by_layer: dict[Labels, float] = {
             (("layer", str(layer.index)), ("kind", layer.kind)): layer.kv_bytes for layer in self.layers
         }
+        by_row = by("row", {str(index): nbytes for index, nbytes in enumerate(self.row_bytes)})
         return exposition(
             prefix,
             [
@@ -87,6 +99,7 @@ class CacheStats:
                 Metric("rows", "gauge", "Sequences held.", len(self.tokens)),
                 Metric("blocks", "gauge", "Sealed spans, over all rows.", self.blocks),
                 Metric("bytes", "gauge", "Bytes on the device, by layer; 0 where it is not compressed.", by_layer),
+                Metric("row_bytes", "gauge", "Bytes on the device, by row; shared ones in each.", by_row),
                 Metric("baseline_bytes", "gauge", "Bytes of the same tokens at 16 bits.", self.kv_bytes_baseline),
                 Metric("passed_through_bytes", "gauge", "Bytes of layers not compressed.", self.other_bytes),
                 Metric("peak_bytes", "gauge", "Most bytes held, decoded layers included.", self.peak_kv_bytes),
@@ -122,6 +135,7 @@ def take_stats(
         encode += sum(side.encode_seconds for side in held.sides)
         decode += sum(side.decode_seconds for side in held.sides)
     tokens = tuple(row.length for row in rows)
+    compressed = [layer.held for told, layer in zip(resolved, layers, strict=True) if told.policy is not None]
     return CacheStats(
         layers=tuple(taken),
         tokens=tokens,
@@ -135,7 +149,21 @@ def take_stats(
         fallbacks=fallbacks,
         recompressed=recompressed.blocks,
         recompression_error=recompressed.errors / max(1, recompressed.blocks),
+        row_bytes=_row_bytes(compressed, rows),
     )
+
+
+def _row_bytes(layers: Sequence[Layer], rows: Sequence[Row]) -> tuple[int, ...]:
+    """What each row holds in all ``layers``; see `CacheStats`."""
+    slots = list(dict.fromkeys(slot for row in rows for slot in row.slots))
+    taken = [0] * len(rows)
+    for layer in layers:
+        blocks = layer.blocks.slot_nbytes(slots)
+        for index, row in enumerate(rows):
+            raw = sum(side.sinks[slot].numel() for side in layer.sides for slot in row.slots if slot in side.sinks)
+            raw += sum(tail.room.numel() for side in layer.sides for tail in side.tails[index : index + 1])
+            taken[index] += 2 * raw + sum(blocks[slot] for slot in row.slots)
+    return tuple(taken)
 
 
 def _other_bytes(layer: Any) -> int:

@@ -114,11 +114,11 @@ class TieredStore:
                     f"{name}_budget: {budget} bytes can't hold one block; the smallest that can is {nbytes}"
                 )
 
-    def placed(self, sequence: int, layer: int, which: int) -> Counter[int]:
-        """How many payloads of a layer lie on device or host, by tag."""
+    def placed(self, sequence: int, layer: int, which: int) -> dict[int, int]:
+        """The payloads of a layer that lie on device or host: their tags, by block."""
         with self.lock:
             shelf = self.placement.shelf(BlockKey(sequence, layer, 0))
-            return Counter(entry.tag for entry in shelf.entries.values() if entry.places[which] is not None)
+            return {block: entry.tag for block, entry in shelf.entries.items() if entry.places[which] is not None}
 
     def reserve(self, keys: Sequence[Key], nbytes: int, tag: int = 0) -> Reserved:
         """See `BlockStore.reserve`. What is reserved lies on the device, wherever it goes once committed."""
