@@ -19,7 +19,6 @@ or policy reads as damage, and so does a chunk that was cut short.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ VERSION = 1
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _PREFIX = struct.Struct("<4sHH7I")
 _ALIGNED = 8  # tokens of a block are a multiple of this, see PrecisionPolicy.block_tokens
-_HEADER = 1024  # bytes that a block's header may take, beside its tensors
 
 
 @dataclass(frozen=True)
@@ -97,17 +95,12 @@ class ChunkCodec:
         self.policy, self.layers = policy, layers
         _compressors(policy, layers)  # raises for selectors that do not fit
 
-    def bound(self, shape: ChunkShape) -> int:
-        """Bytes that no chunk of this shape exceeds once encoded, whatever it holds."""
-        total = _PREFIX.size
-        for size, count, rest in self._cuts(shape.tokens):
-            for compressor in self._layers(size, shape):
-                sides = (compressor.policy.key, shape.key_dim), (compressor.policy.value, shape.value_dim)
-                block = 4 + _HEADER + sum(_most(codec, shape.heads, size, dim, shape.dtype) for codec, dim in sides)
-                total += (count + bool(rest)) * block
-                raw = min(compressor.sink_tokens, size) * shape.heads * shape.dtype.itemsize
-                total += raw * sum(dim for codec, dim in sides if not codec.lossless)
-        return total
+    def size(self, shape: ChunkShape) -> int:
+        """Bytes of a chunk of this shape that may begin a sequence, once encoded; any such has as many.
+
+        More has only one whose values a codec's float16 parameters can't span, and which has float32 ones.
+        """
+        return _size(self.policy, self.layers, shape)
 
     def encode(self, keys: Tensor, values: Tensor, name: bytes, *, first: bool = True, first_layer: int = 0) -> Tensor:
         """``keys`` and ``values``, ``[layers, heads, tokens, dim]`` in any strides, as uint8 ``[nbytes]``.
@@ -243,13 +236,13 @@ def _alike(compressors: Sequence[BlockCompressor]) -> list[tuple[BlockCompressor
     return list(found.values())
 
 
-def _most(codec: Codec, heads: int, tokens: int, dim: int, dtype: torch.dtype) -> int:
-    """Bytes a block's tensors take where float16 parameters had to become float32."""
-    layout = codec.layout(heads, tokens, dim, dtype)
-    wide = 1 if codec.lossless else 2
-    return sum(
-        math.prod(shape) * field.itemsize * (wide if field == torch.float16 else 1) for shape, field in layout.values()
+@lru_cache(maxsize=64)
+def _size(policy: PrecisionPolicy, layers: int, shape: ChunkShape) -> int:
+    keys, values = (
+        torch.zeros(shape.layers, shape.heads, shape.tokens, dim, dtype=shape.dtype)
+        for dim in (shape.key_dim, shape.value_dim)
     )
+    return len(ChunkCodec(policy, layers).encode(keys, values, b"", first_layer=shape.first_layer))
 
 
 def _check_finite(policy: LayerPolicy, k: Tensor, v: Tensor) -> None:

@@ -28,6 +28,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -74,6 +75,7 @@ class _Backend:
         self._lookups: dict[str, Counter[str]] = {}  # pins taken for a lookup, until its chunks are loaded
         self._writer, self._reader = (ThreadPoolExecutor(1, f"kvquant-{name}") for name in ("put", "get"))
         self._closed = False
+        self._outlive(local_cpu_backend)
 
     def __str__(self) -> str:
         return "KVQuantBackend"
@@ -138,6 +140,17 @@ class _Backend:
                 done(key)
             except Exception as error:  # LMCache wants what its callbacks raise to end here
                 _warn(f"on_complete_callback: {error}")
+
+    def _outlive(self, memory: Any) -> None:
+        """Have LMCache's CPU backend, which it closes first, keep its memory until nothing is read from there."""
+        close = memory.close
+
+        def drained() -> None:
+            with suppress(RuntimeError):  # there is no writer any more
+                self._writer.submit(int).result()
+            close()
+
+        memory.close = drained
 
     def get_blocking(self, key: Any) -> Any:
         """A memory object of LMCache's CPU backend that holds the chunk, or None."""
@@ -259,7 +272,7 @@ def _backend() -> Any:
     from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
     return type(StoragePluginInterface)(
-        "KVQuantBackend", (_Backend, StoragePluginInterface), {"__doc__": _Backend.__doc__}
+        "KVQuantBackend", (_Backend, StoragePluginInterface), {"__doc__": _Backend.__doc__, "__module__": __name__}
     )
 
 

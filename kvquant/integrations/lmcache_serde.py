@@ -7,6 +7,7 @@ is the adapter that its parameters describe; see `lmcache`, where all of it is f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -72,14 +73,14 @@ class Serde:
         self._codecs: dict[int, ChunkCodec] = {}
 
     def estimate_serialized_size(self, layout_desc: Any) -> int:
-        """Bytes that suffice, whatever a chunk holds; its own where it can't be encoded, as `serialize` will say."""
+        """Bytes of a chunk encoded, exactly: some of LMCache's adapters read a file of no other size.
+
+        Those it has as it is where it can't be encoded, as `serialize` will say.
+        """
         shapes, dtypes = layout_desc.shapes, layout_desc.dtypes
-        try:
-            if len(shapes) == 1:
-                keys, values = self._sides(torch.empty(shapes[0], dtype=dtypes[0], device="meta"))
-                return self._codec(shapes[0]).bound(ChunkShape.of(keys, values))
-        except (KVQuantError, IndexError):
-            pass
+        if len(shapes) == 1:
+            with suppress(KVQuantError, IndexError):
+                return self._size(torch.empty(shapes[0], dtype=dtypes[0], device="meta"))
         return sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
 
     def serialize(self, src: Any, dst: Any, key: Any) -> int:
@@ -91,16 +92,18 @@ class Serde:
                 f"allowed: a policy with the same codecs in all layers"
             )
         data = self._codec(tensor.shape).encode(*self._sides(tensor), self._name(key))
-        room = _bytes_of(dst)
-        if len(data) > len(room):
-            raise CodecError(f"chunk of {len(data)} bytes for a buffer of {len(room)}; allowed: what is estimated")
-        room[: len(data)].copy_(data)
+        if len(data) > self._size(tensor):
+            raise CodecError("values beyond float16's range; allowed: up to 65504, since LMCache fixes a chunk's size")
+        _bytes_of(dst)[: len(data)].copy_(data)
         return len(data)
 
     def deserialize(self, src: Any, dst: Any, key: Any) -> None:
         """Decode into ``dst``. Raises `FormatError` unless intact: LMCache then has the tokens computed anew."""
         tensor = only_tensor(dst)
         self._codec(tensor.shape).decode(_bytes_of(src), self._name(key), *self._sides(tensor))
+
+    def _size(self, tensor: Tensor) -> int:
+        return self._codec(tensor.shape).size(ChunkShape.of(*self._sides(tensor)))
 
     def _sides(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         return sides(tensor, "KV_2LTD", tensor.shape[-1] // self.head_dim, self.head_dim)
@@ -146,9 +149,11 @@ def create_adapter(cls: type, params: Mapping[str, Any], l1_memory_desc: Any = N
     register()
     from lmcache.v1.distributed.l2_adapters import create_l2_adapter
     from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class
+    from lmcache.v1.distributed.l2_adapters.factory import ensure_adapter_loaded
 
     if not isinstance(params.get("type"), str):
         raise StoreError(f"adapter_params.type: {shown(params.get('type'))}; allowed: the type of an L2 adapter")
+    ensure_adapter_loaded(params["type"])
     return create_l2_adapter(get_l2_adapter_config_class(params["type"]).from_dict(dict(params)), l1_memory_desc)
 
 
@@ -164,6 +169,8 @@ def made(name: str) -> Any:
     from lmcache.v1.distributed.serde import Deserializer, Serializer
 
     if name == "KVQuantAdapter":
-        return type(L2AdapterInterface)(name, (L2AdapterInterface,), {"__new__": create_adapter})
+        return type(L2AdapterInterface)(
+            name, (L2AdapterInterface,), {"__new__": create_adapter, "__module__": __name__}
+        )
     base = {"KVQuantSerializer": Serializer, "KVQuantDeserializer": Deserializer}[name]
-    return type(base)(name, (Serde, base), {"__doc__": Serde.__doc__})
+    return type(base)(name, (Serde, base), {"__doc__": Serde.__doc__, "__module__": __name__})
