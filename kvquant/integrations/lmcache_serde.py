@@ -168,9 +168,9 @@ def made(name: str) -> Any:
     from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
     from lmcache.v1.distributed.serde import Deserializer, Serializer
 
+    body: dict[str, Any] = {"__module__": __name__, "__doc__": Serde.__doc__}
     if name == "KVQuantAdapter":
-        return type(L2AdapterInterface)(
-            name, (L2AdapterInterface,), {"__new__": create_adapter, "__module__": __name__}
-        )
+        body = {"__module__": __name__, "__doc__": create_adapter.__doc__, "__new__": create_adapter}
+        return type(L2AdapterInterface)(name, (L2AdapterInterface,), body)
     base = {"KVQuantSerializer": Serializer, "KVQuantDeserializer": Deserializer}[name]
-    return type(base)(name, (Serde, base), {"__doc__": Serde.__doc__, "__module__": __name__})
+    return type(base)(name, (Serde, base), body)

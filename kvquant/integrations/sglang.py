@@ -227,6 +227,5 @@ def _storage() -> Any:
     require("sglang", *SERVED)
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-    return type(HiCacheStorage)(
-        "KVQuantStorage", (_Storage, HiCacheStorage), {"__doc__": _Storage.__doc__, "__module__": __name__}
-    )
+    body = {"__module__": __name__, "__doc__": _Storage.__doc__}
+    return type(HiCacheStorage)("KVQuantStorage", (_Storage, HiCacheStorage), body)
