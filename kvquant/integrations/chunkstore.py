@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 
 from torch import Tensor
@@ -67,9 +67,9 @@ class ChunkStore:
     def put(self, key: str, keys: Tensor, values: Tensor, *, first: bool = True, first_layer: int = 0) -> bool:
         """Encode and store; see `ChunkCodec.encode`. Whether it is there now."""
         name = self.name(key)
-        if name in self.store:
-            return True
         try:
+            if name in self.store:
+                return True
             data = self.codec.encode(keys, values, name, first=first, first_layer=first_layer)
             self.store.put_below(name, data)
         except (StoreError, CodecError):
@@ -95,14 +95,14 @@ class ChunkStore:
 
     def drop(self, name: bytes) -> None:
         """Forget what is damaged."""
-        self.store.delete([name])
+        with suppress(StoreError):  # it was closed meanwhile
+            self.store.delete([name])
         self._count(misses=1, damaged=1)
 
     def __contains__(self, key: str) -> bool:
-        try:
+        with suppress(StoreError):
             return self.name(key) in self.store
-        except StoreError:
-            return False
+        return False
 
     def prefix(self, keys: Sequence[str]) -> int:
         """How many of these are there, up to the first that is not."""
@@ -111,12 +111,13 @@ class ChunkStore:
     def pin(self, key: str) -> bool:
         """Have a chunk stay until it is unpinned as often. Whether it is there."""
         name, held = self.name(key), ExitStack()
-        if not held.enter_context(self.store.pin([name])):
-            held.close()
-            return False
-        with self._lock:
-            self._pins.setdefault(name, []).append(held)
-        return True
+        with suppress(StoreError):
+            if held.enter_context(self.store.pin([name])):
+                with self._lock:
+                    self._pins.setdefault(name, []).append(held)
+                return True
+        held.close()
+        return False
 
     def unpin(self, key: str) -> bool:
         """Take back one `pin`. Whether there was one."""

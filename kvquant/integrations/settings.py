@@ -26,7 +26,7 @@ def require(package: str, *served: str) -> None:
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        found = "none"
+        found = "is not installed"
     if found.split("+")[0] not in served:
         raise UnsupportedError(f"{package} {found}; kvquant works with {package} {', '.join(served)}")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from kvquant.errors import KVQuantWarning, StoreError, UnsupportedError
 from kvquant.integrations import lmcache as adapter
 from kvquant.testing import relative_rms
 
+README = (Path(__file__).parents[2] / "README.md").read_text()
 LAYERS, HEADS, DIM, CHUNK = 4, 2, 64, 256
 SHAPE = torch.Size((2, LAYERS, CHUNK, HEADS * DIM))
 PLUGIN = {
@@ -46,6 +49,16 @@ def config_of(**options):
             "extra_config": extra,
         }
     )
+
+
+def test_the_readmes_configuration_is_loaded(tmp_path):
+    (written,) = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
+    written = json.loads(written.replace("GiB", "MiB").replace("/mnt/ssd/kv", str(tmp_path)))
+    config = LMCacheEngineConfig.from_dict(written | {"max_local_cpu_size": 0.1})
+    manager = StorageManager(config, metadata_of(), EventManager())
+    assert manager.list_backends()["kvquant"] == "KVQuantBackend"
+    assert [tier.budget >> 20 for tier in manager.storage_backends["kvquant"].stats().store.tiers] == [8, 200]
+    manager.close()
 
 
 def metadata_of(model="model", worker=0, workers=1, dtype=torch.bfloat16, shape=None, **others):
@@ -380,16 +393,12 @@ def object_key(number, model="model", **others):
 
 
 class ServerOfFiles:
-    """A server's storage: L1 in memory, L2 in files that our serde has encoded."""
+    """A server's storage as the README configures it: L1 in memory, L2 in files that our serde has encoded."""
 
     def __init__(self, folder, **options):
-        plugin = {
-            "type": "plugin",
-            "module_path": "kvquant.integrations.lmcache",
-            "class_name": "KVQuantAdapter",
-            "adapter_params": {"type": "fs", "base_path": str(folder)},
-            "serde": {"type": "kvquant", "head_dim": DIM} | options,
-        }
+        (written,) = re.findall(r"--l2-adapter '(.*?)'", README)
+        plugin = json.loads(written.replace("/cache", str(folder)))
+        plugin["serde"] |= {"head_dim": DIM} | options
         arguments = ["--l1-size-gb", "0.125", "--no-l1-use-lazy", "--eviction-policy", "LRU"]
         self.folder = folder
         self.server = Server(server_config.parse_args([*arguments, "--l2-adapter", json.dumps(plugin)]))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +40,7 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.utils import get_hash_str
     from sglang.srt.runtime_context import get_parallel
 
+README = (Path(__file__).parents[2] / "README.md").read_text()
 LAYERS, HEADS, DIM, PAGE, TOKENS = 4, 2, 64, 64, 512
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
 DYNAMIC = {
@@ -309,7 +312,7 @@ def test_pools_that_cannot_be_served_are_refused_in_a_line(open_storage):
         ),
         (
             host_pool("page_first", device_pool(v_head_dim=32)),
-            r"^AsymmetricMHATokenToKVPoolHost in 'page_first'; 'page_first'; allowed: ",
+            r"^AsymmetricMHATokenToKVPoolHost in 'page_first'; allowed: ",
         ),
     ):
         with pytest.raises(UnsupportedError, match=message):
@@ -400,6 +403,17 @@ def control(one_rank):
     yield making
     for each in made:
         each.controller.detach_storage_backend()
+
+
+def test_the_readmes_configuration_is_loaded(control, tmp_path):
+    (written,) = re.findall(r"--hicache-storage-backend-extra-config '(.*?)'", README, re.DOTALL)
+    controller = control(
+        "layer_first", True, **json.loads(written.replace("GiB", "MiB").replace("/mnt/ssd/kv", str(tmp_path)))
+    )
+    assert controller.back_up(list(range(PAGE)))[1] == PAGE
+    host, disk = controller.storage.stats().store.tiers
+    assert (host.budget >> 20, disk.budget >> 20) == (8, 200)
+    assert any(tmp_path.rglob("*.slab"))
 
 
 @pytest.mark.parametrize("hybrid", [False, True])  # the base, and what a server builds over it
