@@ -32,10 +32,10 @@ test-floor:
 	$(MAKE) test VENV=.venv-floor CONSTRAINTS=.ci/floor.txt
 
 test-lmcache: .venv-lmcache/.installed
-	OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest tests/integrations/test_lmcache.py
+	OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest tests/integrations/test_lmcache*.py
 
 test-sglang: .venv-sglang/.installed
-	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests/integrations/test_sglang.py
+	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests/integrations/test_sglang*.py
 
 # Nothing is installed: a machine with a GPU has its own torch, built for its driver.
 gpu-check:

@@ -1,7 +1,8 @@
 """The serde ``kvquant`` of LMCache 0.5.6's server (multi-process mode), which encodes what an L2 adapter stores.
 
 LMCache loads a class for an adapter of type ``plugin`` but none for a serde, so `KVQuantAdapter` registers it and then
-is the adapter that its parameters describe; see `lmcache`, where all of it is found.
+is the adapter that its parameters describe; see `lmcache`, where all of it is found. An adapter's files are not named
+by policy: give each policy a folder, or what another has left there fails to load until it is gone.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ class Serde:
             )
         data = self._codec(tensor.shape).encode(*self._sides(tensor), self._name(key))
         if len(data) > self._size(tensor):
-            raise CodecError("values beyond float16's range; allowed: up to 65504, since LMCache fixes a chunk's size")
+            raise CodecError(
+                "values beyond float16's range; allowed: up to 65504, rotated, since a chunk's size is fixed"
+            )
         _bytes_of(dst)[: len(data)].copy_(data)
         return len(data)
 

@@ -8,12 +8,10 @@ from pathlib import Path
 collect_ignore = [
     path.name
     for path in Path(__file__).parent.glob("test_*.py")
-    if importlib.util.find_spec(path.stem.removeprefix("test_")) is None
+    if importlib.util.find_spec(path.stem.split("_")[1]) is None
 ]
 WARNINGS = [
     "ignore:`LoggingHandler` in `opentelemetry-sdk` is deprecated:DeprecationWarning",
-    "ignore:unclosed event loop:ResourceWarning",  # LMCache stops the loop of its storage, but does not close it
-    "ignore:unclosed <socket.socket:ResourceWarning",  # nor the loop's
 ]
 
 

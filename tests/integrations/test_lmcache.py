@@ -1,4 +1,4 @@
-"""LMCache 0.5.6 itself, on the CPU: its configuration, loaders, allocators, engines of storage and L2 adapter."""
+"""LMCache 0.5.6 itself, on the CPU: its configuration, loader, allocators and storage manager with our backend."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ import pytest
 import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.distributed import config as server_config
-from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
-from lmcache.v1.distributed.serde import create_serde_processor, get_registered_serde_types
-from lmcache.v1.distributed.serde.base import Deserializer, SerdeConfig, Serializer
-from lmcache.v1.distributed.storage_manager import StorageManager as Server
 from lmcache.v1.event_manager import EventManager
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
@@ -58,12 +53,19 @@ def test_the_readmes_configuration_is_loaded(tmp_path):
     manager = StorageManager(config, metadata_of(), EventManager())
     assert manager.list_backends()["kvquant"] == "KVQuantBackend"
     assert [tier.budget >> 20 for tier in manager.storage_backends["kvquant"].stats().store.tiers] == [8, 200]
-    manager.close()
+    close(manager)
 
 
 def metadata_of(model="model", worker=0, workers=1, dtype=torch.bfloat16, shape=None, **others):
     shape = shape or (LAYERS, 2, CHUNK, HEADS, DIM)
     return LMCacheMetadata(model, workers, workers, worker, worker, dtype, shape, **others)
+
+
+def close(manager):
+    """LMCache stops the loop of a storage manager, but does not close it."""
+    if not manager.loop.is_closed():
+        manager.close()
+        manager.loop.close()
 
 
 class Engine:
@@ -73,6 +75,9 @@ class Engine:
         metadata = metadata or metadata_of()
         self.manager = StorageManager(config_of(**options), metadata, EventManager())
         self.backend = self.manager.storage_backends["mine"]
+
+    def close(self):
+        close(self.manager)
 
     def put(self, *keys, fill=None, shape=SHAPE, fmt=MemoryFormat.KV_2LTD):
         """Chunks of noise under keys; what they were."""
@@ -109,7 +114,7 @@ def open_engine():
 
     yield opening
     for engine in opened:
-        engine.manager.close()
+        engine.close()
 
 
 def key_of(number, model="model", dtype=torch.bfloat16, **others):
@@ -236,10 +241,10 @@ def test_chunks_outlive_the_process_on_disk_alone(open_engine, tmp_path):
     options = {"disk_budget": "8MiB", "disk_path": str(tmp_path), "host_budget": 0, "policy": "fp16"}
     engine = open_engine(**options)
     (was,) = engine.put(key_of(1))
-    engine.manager.close()
+    engine.close()
     again = open_engine(**options)
     assert torch.equal(again.get(key_of(1))[0].tensor, was)
-    again.manager.close()
+    again.close()
     slab = next(tmp_path.rglob("*.slab"))
     data = bytearray(slab.read_bytes())
     data[5000] ^= 1
@@ -258,7 +263,7 @@ def test_what_is_on_its_way_when_lmcache_closes_arrives(open_engine, tmp_path):
     for number, obj in enumerate(objs):
         obj.tensor.fill_(number)
     engine.manager.batched_put(keys, objs)
-    engine.manager.close()  # frees the memory that chunks lie in before it closes our backend
+    engine.close()  # frees the memory that chunks lie in before it closes our backend
     again = open_engine(**options)
     for number, obj in enumerate(again.get(*keys)):
         assert bool((obj.tensor == number).all())
@@ -280,13 +285,13 @@ def test_every_part_of_the_identity_makes_a_miss(open_engine, tmp_path):
     ]
     assert not any(engine.backend.contains(other) for other in others)
     assert engine.get(key_of(1))[0] is not None
-    engine.manager.close()
+    engine.close()
     group = {"name": "int4", "default": {"key": {"codec": "int4", "group": 32}, "value": "int4"}}
     for change in ({"policy": "int8"}, {"policy": group}, {"revision": "b"}, {"tenant": "u"}):
         other = open_engine(**(options | change))
         assert not other.backend.contains(key), change
         assert other.get(key) == [None]
-        other.manager.close()
+        other.close()
     assert open_engine(**options).get(key)[0] is not None
 
 
@@ -381,135 +386,3 @@ def test_other_releases_are_refused(monkeypatch):
         _ = adapter.KVQuantBackend
     with pytest.raises(UnsupportedError, match=r"^lmcache 0\.5\.5; kvquant works with lmcache 0\.5\.6$"):
         adapter.register()
-
-
-# The server: its storage manager over an L2 adapter of files, with our serde.
-
-LAYOUT = MemoryLayoutDesc(shapes=[SHAPE], dtypes=[torch.bfloat16])
-
-
-def object_key(number, model="model", **others):
-    return ObjectKey(bytes([number]) * 8, model, ObjectKey.ComputeKVRank(1, 0, 1, 0), **others)
-
-
-class ServerOfFiles:
-    """A server's storage as the README configures it: L1 in memory, L2 in files that our serde has encoded."""
-
-    def __init__(self, folder, **options):
-        (written,) = re.findall(r"--l2-adapter '(.*?)'", README)
-        plugin = json.loads(written.replace("/cache", str(folder)))
-        plugin["serde"] |= {"head_dim": DIM} | options
-        arguments = ["--l1-size-gb", "0.125", "--no-l1-use-lazy", "--eviction-policy", "LRU"]
-        self.folder = folder
-        self.server = Server(server_config.parse_args([*arguments, "--l2-adapter", json.dumps(plugin)]))
-
-    def files(self):
-        return sorted(path for path in self.folder.iterdir() if path.suffix == ".data")
-
-    def put(self, keys):
-        objs = self.server.reserve_write(keys, LAYOUT)
-        were = []
-        for key in keys:
-            objs[key].tensor.normal_()
-            were.append(objs[key].tensor.clone())
-        self.server.finish_write(keys)
-        deadline = time.monotonic() + 60
-        while len(self.files()) < len(keys) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        deleted = 0
-        while deleted < len(keys) and time.monotonic() < deadline:  # those that are still being stored are locked
-            deleted += self.server.delete_l1_keys(keys)[0]
-            time.sleep(0.01)
-        return were
-
-    def prefetch(self, keys):
-        """How many of the first keys are in L1 again, and what they are there."""
-        handle = self.server.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(keys, 0, LAYOUT)]))
-        assert self.server.wait_prefetch_status(handle, 60)
-        result = self.server.query_prefetch_status(handle)
-        count = result.hit_cells[0].popcount()
-        found = []
-        if count:
-            with self.server.read_prefetched_results(keys[:count]) as objs:
-                found = [obj.tensor.clone() for obj in objs]
-            self.server.finish_read_prefetched(keys[:count])
-        return count, found
-
-
-@pytest.fixture
-def open_server(tmp_path):
-    opened = []
-
-    def opening(**options):
-        opened.append(ServerOfFiles(tmp_path, **options))
-        return opened[-1]
-
-    yield opening
-    for each in opened:
-        each.server.close()
-
-
-@pytest.mark.parametrize("policy", ["fp16", "int4", "balanced"])
-def test_the_server_stores_and_prefetches_encoded_chunks(open_server, policy):
-    server = open_server(policy=policy)
-    keys = [object_key(number) for number in range(3)]
-    were = server.put(keys)
-    sizes = {path.stat().st_size for path in server.files()}
-    assert sizes == {estimate(policy)}
-    count, found = server.prefetch(keys)
-    assert count == 3
-    for was, tensor in zip(were, found, strict=True):
-        assert relative_rms(tensor, was) < 0.1
-        assert torch.equal(tensor, was) == (policy == "fp16")
-    assert policy != "int4" or 3.25 * sizes.pop() < SHAPE.numel() * 2  # heads of a tiny model: headers show
-
-
-def estimate(policy):
-    processor = create_serde_processor(SerdeConfig("kvquant", {"policy": policy, "head_dim": DIM}))
-    try:
-        return processor.estimate_serialized_size(LAYOUT)
-    finally:
-        processor.close()
-
-
-def test_the_server_has_damaged_chunks_computed_anew(open_server):
-    server = open_server(policy="int4")
-    keys = [object_key(number) for number in range(2)]
-    server.put(keys)
-    path = server.files()[0]
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    assert server.prefetch(keys)[0] == 0
-    assert server.prefetch(keys[1:])[0] == 1
-
-
-def test_a_file_under_another_chunks_name_is_damage(open_server):
-    server = open_server(policy="fp16")
-    keys = [object_key(number) for number in range(2)]
-    server.put(keys)
-    first, second = server.files()
-    first.write_bytes(second.read_bytes())
-    assert server.prefetch(keys[:1])[0] == 0
-
-
-def test_registering_is_idempotent_and_the_bases_are_lmcaches():
-    adapter.register()
-    adapter.register()
-    assert get_registered_serde_types().count("kvquant") == 1
-    assert issubclass(adapter.KVQuantSerializer, Serializer)
-    assert issubclass(adapter.KVQuantDeserializer, Deserializer)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"head_dim": 64, "bits": 4}, r"^serde\.bits: unknown option; allowed: policy, head_dim, workers$"),
-        ({"head_dim": "64"}, r"^serde\.head_dim: '64'; allowed: a whole number$"),
-        ({}, r"^serde\.head_dim: 0, .*head_dim, the channels of a head, must be given$"),
-        ({"head_dim": 64, "policy": "nope"}, r"^serde\.policy: policy 'nope' is neither a file nor a preset"),
-    ],
-)
-def test_a_serde_that_cannot_be_is_refused_in_a_line(options, message):
-    with pytest.raises((StoreError, kvquant.PolicyError), match=message):
-        create_serde_processor(SerdeConfig("kvquant", options))
