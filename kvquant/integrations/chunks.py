@@ -247,7 +247,7 @@ def _size(policy: PrecisionPolicy, layers: int, shape: ChunkShape) -> int:
 
 def _check_finite(policy: LayerPolicy, k: Tensor, v: Tensor) -> None:
     for name, codec, x in (("keys", policy.key, k), ("values", policy.value, v)):
-        if not codec.lossless and not bool(torch.isfinite(x).all()):
+        if not codec.lossless and not bool(x.abs().amax().isfinite()):  # NaN is the largest; isfinite(x) takes longer
             raise CodecError(f"{name}: infinite or NaN; allowed with {codec.name}: finite values")
 
 
