@@ -60,8 +60,8 @@ class Calls:
         """
         if mask is None and not opaque and self.rows.packed and any(row.start for row in self.rows.rows):
             raise CacheStateError(
-                f"rows of {[row.length for row in self.rows.rows]} tokens, packed before, are given {new} columns: tell "
-                f"with attention_mask [rows, {self.rows.width + new}] which are padding, 0 on the left"
+                f"the cache holds packed rows of different lengths: tell which columns are padding by an "
+                f"attention_mask of [rows, {self.rows.width + new}], 0 on the left"
             )
         starts, plain = (None, not opaque) if mask is None else self._read_mask(new, mask)
         positions = _readable(positions)
@@ -78,20 +78,15 @@ class Calls:
 
     @property
     def packing(self) -> Packing | None:
-        """What was announced of the next call, if that is packed."""
-        return self._announced.packing
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether `complete` told the rest of a packed call."""
-        return self._announced.complete
+        """What was announced of the next call, if that is packed and waits for `complete`."""
+        return None if self._announced.complete else self._announced.packing
 
     def complete(self, ids: Tensor | None, positions: Tensor | None, streamed: bool) -> Tensor:
         """Tell the ids and positions of the packed call that was announced, ``[1, tokens]``; returns the positions.
 
         Raises `CacheStateError` where they do not continue the rows.
         """
-        packing = self._announced.packing
+        packing = self.packing
         assert packing is not None
         if positions is None:
             parts = [self._next_positions(row, stop - first) for row, first, stop in packing.segments]
@@ -125,8 +120,8 @@ class Calls:
         call = self._current
         if call is None or taken != self.number - 1 or (batch, new) != (call.lines, call.new):
             raise CacheStateError(
-                f"layer {layer} holds {self.columns(layer)} columns and is given {new} more, but this forward pass adds "
-                f"{call.new if call else 0} to {call.past if call else self.rows.width}; a pass that stopped "
+                f"layer {layer} holds {self.columns(layer)} columns and is given {new} more, but this forward pass "
+                f"adds {call.new if call else 0} to {call.past if call else self.rows.width}; a pass that stopped "
                 f"half-way cannot be continued: reset() the cache"
             )
         self.taken[layer] = self.number

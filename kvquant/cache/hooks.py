@@ -144,9 +144,9 @@ def _announce(
         try:
             dtype = _mask_dtype(names, module, outer)
             return (), given | of_packed_call(cache, given, own, shaped, _streams(module), dtype)
-        finally:
-            if not cache.calls.is_complete:
-                cache.calls.forget_packing()
+        except Exception:
+            cache.calls.forget_packing()
+            raise
     repeated = isinstance(ids, Tensor) and repeats(cache, ids, given.get("attention_mask"), given.get("position_ids"))
     if repeated:
         # `generate` feeds a prompt that is cached whole again from its start: there is nothing left to read, but

@@ -117,9 +117,9 @@ class PackedMask(Tensor):
         kwargs = kwargs or {}
         if args and isinstance(args[0], PackedMask) and _keeps(func, args, kwargs):
             return PackedMask(args[0].sizes, args[0].dtype, kwargs.get("device") or args[0].device)
-        return func(*tree_map(real_mask, args), **tree_map(real_mask, kwargs))
+        return func(*tree_map(solid_mask, args), **tree_map(solid_mask, kwargs))
 
-    def real(self) -> Tensor:
+    def solid(self) -> Tensor:
         """The mask itself, made once."""
         if not self.made:
             rows, columns = self.shape[2:]
@@ -141,16 +141,16 @@ def as_mask(shown: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(shown, nothing, torch.finfo(dtype).min)
 
 
-def real_mask(x: Any) -> Any:
+def solid_mask(x: Any) -> Any:
     """A `PackedMask` as a tensor that is there; anything else as it is."""
-    return x.real() if isinstance(x, PackedMask) else x
+    return x.solid() if isinstance(x, PackedMask) else x
 
 
-def _keeps(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _keeps(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation leaves a mask as it is, but for where it lies."""
     if func is torch.ops.aten.slice.Tensor:
-        mask, axis, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
-        return not start and step == 1 and (stop is None or stop >= mask.shape[axis])
+        axis, start, stop, step = (args + (0, None, None, 1)[len(args) - 1 :])[1:]
+        return not start and step == 1 and (stop is None or stop >= args[0].shape[axis])
     if func is torch.ops.aten._to_copy.default:
         return kwargs.get("dtype") in (None, args[0].dtype)
     return func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)

@@ -23,12 +23,12 @@ from ..keybias import BiasScores, KeyBias
 from .blocks import Side, Span
 from .held import Held, decoded
 from .layer import Layer
-from .packing import PackedMask, as_mask, real_mask
+from .packing import PackedMask, as_mask, solid_mask
 from .rows import Call, RowCall
 
 
 class Plain(NamedTuple):
-    """Attention as transformers has it: ``adds`` where masks are added to scores, and no mask means that all is seen."""
+    """Attention as transformers has it; ``adds`` if it adds masks to scores, and without one sees all."""
 
     attend: Callable[..., tuple[Tensor, Tensor | None]]
     adds: bool = False
@@ -160,9 +160,9 @@ class HeldStates(Tensor):
 def attend(plain: Plain, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
     """What transformers calls as a layer's attention: streamed where it can be, else ``plain`` on decoded states."""
     if not (isinstance(key, HeldStates) and isinstance(value, HeldStates)):
-        return plain.attend(module, query, key, value, real_mask(mask), **given)
+        return plain.attend(module, query, key, value, solid_mask(mask), **given)
     if why := _obstacle(query, key, value, mask, given):
-        return plain.attend(module, query, key.decode(why), value.decode(why), real_mask(mask), **given)
+        return plain.attend(module, query, key.decode(why), value.decode(why), solid_mask(mask), **given)
     segments, keys, values = key.segments, key.held, value.held
     if keys.call.packed:
         return attend_packed(plain, module, query, segments, keys, values, given), None
