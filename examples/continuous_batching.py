@@ -1,12 +1,12 @@
 """Continuous batching: texts of any lengths share a cache, and as one ends the next begins while the others go on.
 
-    python continuous_batching.py [rows] [longest prompt] [a model's name or folder; by default it is small and random]
+python continuous_batching.py [rows] [longest prompt] [a model's name or folder; by default it is small and random]
 """
 
 import random
 import sys
 import time
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -47,7 +47,7 @@ def run(waiting, rows):
         ends = [*accumulate(map(len, parts), initial=0)]
         cache.begin(cu_seqlens=ends, rows=range(len(running)))  # rows that are not there yet begin
         last = torch.tensor(ends[1:]) - 1  # of each row's tokens: the one whose logits are wanted
-        logits = model(torch.tensor([sum(parts, [])]), cache=cache, logits_to_keep=last).logits[0]
+        logits = model(torch.tensor([[*chain(*parts)]]), cache=cache, logits_to_keep=last).logits[0]
         yield cache.stats().kv_bytes, [(text.number, text.read) for text in running]
         more = [text.take(token) for text, token in zip(running, logits.argmax(-1).tolist(), strict=True)]
         keep = [row for row, goes_on in enumerate(more) if goes_on]
@@ -72,7 +72,7 @@ seconds.append(time.perf_counter())
 bytes_alone = {rows[0]: nbytes for nbytes, rows in steps_alone}
 ratios = [nbytes / sum(bytes_alone[row] for row in rows) for nbytes, rows in steps]
 same, read = sum(a.ids == b.ids for a, b in zip(together, alone, strict=True)), sum(text.read for text in alone)
-speeds = [read / (after - before) for before, after in zip(seconds, seconds[1:], strict=False)]
+speeds = [read / (after - before) for before, after in pairwise(seconds)]
 print(f"{count} texts of {lengths[0]} to {lengths[-1]} tokens, {ROWS} at a time: {same} are what they are alone")
 print(f"bytes over the sum of those of the rows alone: {min(ratios):.3f} to {max(ratios):.3f}")
 print(f"{speeds[0]:.0f} tokens per second, {speeds[1]:.0f} one text at a time")

@@ -88,6 +88,7 @@ def save(cache: KVQuantCache, name: str) -> None:
             "identity": asdict(cache.identity()),
             "policy": cache.resolved.policy.to_yaml(),
             "width": cache.rows.width,
+            "packed": cache.rows.packed,
             "tokens": [row.length for row in cache.rows.rows],
             "rows": rows,
             "blocks": len(slots),
@@ -209,7 +210,7 @@ def _resume_rows(cache: KVQuantCache, manifest: Mapping[str, Any], tensors: Mapp
         cache.rows.pool.retain(row.slots)
         cache.rows.rows.append(row)
     cache.rows.pool.release(slots)  # whose rows have them now
-    cache.rows.width = int(manifest["width"])
+    cache.rows.width, cache.rows.packed = int(manifest["width"]), bool(manifest.get("packed"))
     return slots
 
 
