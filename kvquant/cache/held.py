@@ -52,8 +52,9 @@ class Held:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Of all columns, decoded."""
-        lines, heads, _, dim = self.fresh.shape
-        return lines, heads, self.call.columns, dim
+        lines, heads, new, dim = self.fresh.shape
+        call = self.call
+        return lines, heads, sum(row.before + row.fresh for row in call.rows) if call.packed else call.past + new, dim
 
 
 def decoded(*held: Held) -> list[Tensor]:

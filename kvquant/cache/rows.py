@@ -149,11 +149,6 @@ class Call:
             return [row.start for row in self.rows]
         return list(itertools.accumulate((row.before + row.fresh for row in self.rows), initial=0))[:-1]
 
-    @cached_property
-    def columns(self) -> int:
-        """Columns attended to."""
-        return sum(row.before + row.fresh for row in self.rows) if self.packed else self.past + self.new
-
 
 class Rows:
     """All rows of a batch, and the reference they hold on every slot in their tables."""
