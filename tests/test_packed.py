@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 import weakref
 
@@ -23,7 +24,7 @@ from tests.models import FAMILIES, feed, generate, prompt, small, tiny
 from tests.packing import Pair, enabled, packed
 
 POLICIES = {"fp16": small("fp16", "fp16"), "int4": small("int4", {"codec": "int4", "rotate": "hadamard"})}
-PASSED_THROUGH = {"gemma2", "gemma3", "gemma3n", "cohere2", "gpt_oss", "qwen3_next"}
+WINDOWED = ["cohere2", "gemma2", "gemma3", "gemma3n", "gpt_oss"]
 
 
 @pytest.fixture(params=POLICIES)
@@ -44,11 +45,11 @@ def unmade(monkeypatch):
 # --- equal to each row alone ---
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - PASSED_THROUGH - {"bloom"}))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3_next", "bloom"}))
 def test_prompts_chunks_and_steps_in_one_call(family):
     model = tiny(family)
     kvquant.enable(model)
-    for policy in POLICIES.values() if family in ("llama", "qwen2", "deepseek_v3") else [POLICIES["int4"]]:
+    for policy in POLICIES.values() if family in ("llama", "qwen2", "gemma3") else [POLICIES["int4"]]:
         pair = Pair(model, policy)
         with warnings.catch_warnings():
             warnings.simplefilter("error", KVQuantWarning)
@@ -98,6 +99,7 @@ def test_no_mask_is_made(family, unmade):
     pair.step([1] * 5)
 
 
+made = functools.cache(enabled)
 TOKENS = st.one_of(st.just(1), st.integers(1, 6), st.integers(7, 90))
 EVENTS = st.one_of(
     st.tuples(st.just("step"), st.lists(TOKENS, min_size=6, max_size=6), st.permutations(range(6)), st.integers(1, 6)),
@@ -109,10 +111,14 @@ EVENTS = st.one_of(
 
 @torch.no_grad()
 @settings(max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(EVENTS, min_size=1, max_size=7), st.sampled_from(["llama", "qwen2"]), st.sampled_from(list(POLICIES)))
+@given(
+    st.lists(EVENTS, min_size=1, max_size=7),
+    st.sampled_from(["llama", "qwen2", "gemma3"]),
+    st.sampled_from(list(POLICIES)),
+)
 def test_any_schedule(events, family, name):
     """Rows begin, go on in any order and portions, end, change places, and are copied."""
-    pair = Pair(MODELS[family], POLICIES[name])
+    pair = Pair(made(family), POLICIES[name])
     pair.step([20, 5])
     for kind, *told in events:
         held = len(pair.alone)
@@ -133,9 +139,6 @@ def test_any_schedule(events, family, name):
                 pair.cache = twin
             else:
                 packed(pair.model, twin, [pair.ids(40)] * held)
-
-
-MODELS = {family: enabled(family) for family in ("llama", "qwen2")}
 
 
 def test_a_continuous_batch_of_sixteen_rows():
@@ -202,7 +205,7 @@ def rectangular(pair, new, **given):
     pair.check()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "deepseek_v3", *WINDOWED])
 def test_packed_calls_and_padded_batches_take_turns(family, policy):
     pair = Pair(enabled(family), policy)
     pair.step([30, 3, 50])
@@ -214,8 +217,9 @@ def test_packed_calls_and_padded_batches_take_turns(family, policy):
     rectangular(pair, 3, position_ids=lengths + torch.arange(3))
 
 
-def test_a_padded_batch_becomes_packed(policy):
-    pair = Pair(enabled(), policy)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_a_padded_batch_becomes_packed(family, policy):
+    pair = Pair(enabled(family), policy)
     ids, mask = prompt(40, rows=3), torch.ones(3, 40, dtype=torch.long)
     mask[1, :25], mask[2, :39] = 0, 0
     with torch.no_grad():
@@ -228,8 +232,9 @@ def test_a_padded_batch_becomes_packed(policy):
     pair.step([1, 1, 1, 5], [2, 0, 1, None])
 
 
-def test_generate_goes_on_with_packed_rows(policy):
-    pair = Pair(enabled(), policy)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_generate_goes_on_with_packed_rows(family, policy):
+    pair = Pair(enabled(family), policy)
     counts = [30, 3, 50]
     parts = [pair.ids(count) for count in counts]
     with torch.no_grad():
@@ -269,6 +274,53 @@ def test_rows_change_places_multiply_and_are_cut(policy):
             assert (found - expected).norm() <= pair.limit * expected.norm()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gemma3", "cohere2"])
+def test_windows_change_places_multiply_and_are_cut(family):
+    pair = Pair(enabled(family), POLICIES["fp16"])
+    pair.step([4, 2])
+    pair.cache.crop(-1)
+    for one in pair.alone:
+        one.crop(-1)
+    pair.step([2, 1])
+    pair.step([40, 3], [1, 0])
+    pair.cache.reorder_cache(torch.tensor([1, 0]))
+    pair.cache.batch_repeat_interleave(torch.tensor([1, 2]))
+    pair.alone = [pair.alone[1], pair.alone[0], copy.deepcopy(pair.alone[0])]
+    pair.exact = False
+    pair.step([1, 5, 30])
+    rectangular(pair, 3)
+    pair.cache.reorder_cache(torch.tensor([2, 0, 1]))
+    pair.cache.batch_repeat_interleave(1)
+    pair.alone = [pair.alone[row] for row in (2, 0, 1)]
+    rectangular(pair, 1)
+    pair.step([1, 1, 1])
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        pair.cache.crop(-1)
+    pair.cache.reset()
+    pair.alone = []
+    pair.step([9, 3])
+
+
+def test_windows_hold_no_more_than_themselves():
+    pair = Pair(enabled("gemma3"), POLICIES["fp16"])
+    pair.step([40, 3, 9])
+    pair.step([1, 30, 1])
+    assert pair.cache.stats().other_bytes == sum(one.stats().other_bytes for one in pair.alone)
+    layer = pair.cache.layers[0]
+    assert layer.keys.shape == (3, 2, 7, 16)
+    torch.testing.assert_close(layer.keys[:1], pair.alone[0].layers[0].keys, rtol=1e-4, atol=1e-4)
+    assert (layer.get_seq_length(), layer.get_max_length()) == (41, 8)
+
+
+def test_windows_of_long_prompts(unmade):
+    """In portions of queries, and with a window longer than those."""
+    for window in (8, 1500):
+        pair = Pair(enabled("gemma3", sliding_window=window), POLICIES["fp16"])
+        pair.step([1100, 3, 2100])
+        pair.step([1, 1200, 1])
+
+
 def test_a_row_that_was_cut_to_nothing_begins_anew():
     pair = Pair(enabled(), POLICIES["fp16"])
     pair.step([40, 3])
@@ -297,11 +349,11 @@ def test_blocks_in_a_store(tiers, when, family):
         assert held != store.stats()
 
 
-@pytest.mark.parametrize("codec", ["fp16", "int4"])
-def test_sessions_are_resumed_where_packed_rows_were(tmp_path, codec):
+@pytest.mark.parametrize(("family", "codec"), [("llama", "fp16"), ("llama", "int4"), ("gemma3", "fp16")])
+def test_sessions_are_resumed_where_packed_rows_were(tmp_path, family, codec):
     policy = small(codec, codec, when="seal")
     with TieredStore("1MiB", "1MiB", "4MiB", tmp_path, staging="64KiB") as store:
-        pair = Pair(enabled(), policy, store)
+        pair = Pair(enabled(family), policy, store)
         pair.step([70, 3, 40])
         pair.cache.save("rows")
         resumed = KVQuantCache.load(pair.model, "rows", store)
@@ -572,6 +624,21 @@ def test_a_call_that_fails_before_the_first_layer(two):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("first", [feed, lambda model, cache, ids: packed(model, cache, [ids[0]])])
+def test_a_pass_that_stopped_after_a_window_is_found(first):
+    model = enabled("gemma3")
+    cache = KVQuantCache.for_model(model, POLICIES["fp16"])
+    handle = model.get_decoder().layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        first(model, cache, prompt(9))
+    handle.remove()
+    with pytest.raises(CacheStateError, match=r"half-way.*reset\(\) the cache"):
+        packed(model, cache, [prompt(9)[0]])
+    cache.reset()
+    packed(model, cache, [prompt(9)[0]])
+
+
+@torch.no_grad()
 def test_a_call_that_stops_between_layers_is_found(two):
     model, cache = two
     handle = model.get_decoder().layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -645,11 +712,9 @@ def test_without_the_hook():
 
 
 def test_models_that_cannot():
-    for family in PASSED_THROUGH:
-        kind = "linear_attention" if family == "qwen3_next" else "sliding_attention"
-        cache = KVQuantCache.for_model(tiny(family), POLICIES["fp16"])
-        with pytest.raises(UnsupportedError, match=f"layers of kind {kind}, .*; give a batch with left padding"):
-            cache.begin(cu_seqlens=[0, 2, 5])
+    cache = KVQuantCache.for_model(tiny("qwen3_next"), POLICIES["fp16"])
+    with pytest.raises(UnsupportedError, match="layers of kind linear_attention, .*; give a batch with left padding"):
+        cache.begin(cu_seqlens=[0, 2, 5])
     model = enabled("bloom")
     cache = KVQuantCache.for_model(model, POLICIES["fp16"])
     cache.begin(cu_seqlens=[0, 2, 5])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheStateError
+from .hf_window import set_apart
 from .packing import PackedMask
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def of_packed_call(
     all_shown = isinstance(shown, Tensor) and shown.shape == (1, packing.total) and bool((shown != 0).all())
     if shown is not None and not all_shown:
         raise CacheStateError("attention_mask: a packed call takes none; cu_seqlens and rows tell what sees what")
+    set_apart(cache.layers, cache.calls)
     lengths = [row.length for row in cache.rows.rows]
     sizes = [(lengths[row] if row < len(lengths) else 0, stop - first) for row, first, stop in packing.segments]
     positions = cache.calls.complete(ids, positions, streamed)

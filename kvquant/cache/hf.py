@@ -27,6 +27,7 @@ from ..store.tiered import TieredStore
 from . import prefix, sessions
 from .calls import Calls
 from .hf_layer import KVQuantLayer
+from .hf_window import WindowLayer, check_packable
 from .layer import History, Layer
 from .offload import offload_to
 from .resident import Resident
@@ -138,12 +139,13 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         is not named gets nothing. Without ``rows`` each row goes on, or each begins in an empty cache. Positions and
         ids are the pass's own. Rows may begin, read prompts in chunks and decode in one pass; those that have ended go
         with `batch_select_indices`. Afterwards the longest row is the width of the batch, and others are padded.
-        Raises `CacheStateError`, or `UnsupportedError` for models with layers that pass through.
+        Raises `CacheStateError`, or `UnsupportedError` for models with layers that cannot: other
+        than full attention and sliding windows.
         """
         if cu_seqlens is not None or rows is not None:
             if cu_seqlens is None or any(told is not None for told in (input_ids, attention_mask, position_ids, new)):
                 raise CacheStateError("begin() of a packed pass takes cu_seqlens and rows, the model gets the rest")
-            self._check_packable()
+            check_packable(self.resolved.layers, self.layers)
             self.calls.announce_packed(cu_seqlens, rows)
             return
         if new is None:
@@ -162,6 +164,8 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         width, new = self.rows.width, key_states.shape[2]
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
+        if isinstance(layer, WindowLayer):
+            return keys, values
         if not isinstance(layer, KVQuantLayer):
             # Before the first compressed layer of a pass, or after it.
             if self.resolved.layers[layer_idx].kind == CROSS_KIND:
@@ -243,7 +247,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         twin._watch = self._watch.fork()
         twin.layers = [
             layer.fork(twin.calls, twin._watch, twin._offload)
-            if isinstance(layer, KVQuantLayer)
+            if isinstance(layer, KVQuantLayer | WindowLayer)
             else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
@@ -320,13 +324,6 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         """See `CacheStats`."""
         again = Recompressed() if self._offload is None else self._offload.shared.recompressed
         return take_stats(self.resolved.layers, self.layers, self.rows.rows, self._peak, self._watch.fallbacks, again)
-
-    def _check_packable(self) -> None:
-        if others := [layer.kind for layer in self.resolved.layers if layer.policy is None]:
-            raise UnsupportedError(
-                f"packed rows: the model has {len(others)} layers of kind {others[0]}, which hold rows of one length; "
-                "give a batch with left padding"
-            )
 
     def _layer(self, layer: ResolvedLayer) -> KVQuantLayer:
         policy = self.resolved.policy

@@ -20,7 +20,8 @@ from ..errors import KVQuantWarning, UnsupportedError
 from ..geometry import CACHE_NAMES, caches_latents, decoder_module, takes_cache
 from .arguments import next_positions, of_packed_call, repeats
 from .hf import KVQuantCache
-from .streaming import Plain, attend
+from .packing import Plain
+from .streaming import attend
 
 _HANDLE = "_kvquant_hook"  # kept on the decoder itself, so that a copy of the model has its own
 
@@ -177,6 +178,8 @@ def _mask_dtype(names: tuple[str, ...], decoder: Any, cache: Any) -> torch.dtype
         why = f"{type(decoder).__name__} counts positions itself"
     elif _attention(decoder) not in {*_ATTENTION, *_ATTENTION.values()}:
         why = f"attention is {_attention(decoder)!r} where 'sdpa' or 'eager' would do"
+    elif cache.foreign() and not _streams(decoder):
+        why = f"{type(decoder).__name__} has an attention of its own, and layers that are not compressed"
     if why:
         raise UnsupportedError(f"packed rows: {why}; give a batch with left padding")
     return torch.bool if "eager" not in _attention(decoder) else decoder.dtype

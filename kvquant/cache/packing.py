@@ -7,10 +7,10 @@ input_ids    [ a a a a a b c c ]      cu_seqlens [0, 5, 6, 8], rows [3, 0, 1]
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -154,3 +154,23 @@ def _keeps(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if func is torch.ops.aten._to_copy.default:
         return kwargs.get("dtype") in (None, args[0].dtype)
     return func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class Plain(NamedTuple):
+    """Attention as transformers has it; ``adds`` if it adds masks to scores, and without one sees all."""
+
+    attend: Callable[..., tuple[Tensor, Tensor | None]]
+    adds: bool = False
+
+    def mask(self, before: int, new: int, like: Tensor, window: int | None = None) -> Tensor | None:
+        """The mask of ``new`` tokens that see ``before`` others and what is not after them; None where it is known.
+
+        Of a ``window`` of tokens, that of a token ends with it.
+        """
+        far = window is not None and before + new > window
+        if not (far or (new > 1 and (before or self.adds))):
+            return None
+        shown = torch.ones(1, 1, new, before + new, dtype=torch.bool, device=like.device).tril(before)
+        if window is not None and far:
+            shown = shown.triu(before + 1 - window)
+        return as_mask(shown, like.dtype) if self.adds else shown

@@ -27,6 +27,7 @@ from ..errors import KVQuantError, StoreError, UnsupportedError, shown
 from ..policy import PrecisionPolicy
 from ..store.base import BlockStore
 from ..store.tiered import TieredStore
+from .hf_window import WindowLayer
 from .manifests import (
     GENERATION,
     PARTS,
@@ -255,6 +256,7 @@ def _save_plain_layers(cache: KVQuantCache, store: TieredStore, generation: byte
     for index, layer in enumerate(cache.layers):
         if cache.resolved.layers[index].policy is not None:
             continue
+        layer = layer.whole() if isinstance(layer, WindowLayer) else layer
         tensors = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
         plain = {
             name: value

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,22 +23,9 @@ from ..keybias import BiasScores, KeyBias
 from .blocks import Side, Span
 from .held import Held, decoded
 from .layer import Layer
-from .packing import PackedMask, as_mask, solid_mask
+from .packing import PackedMask, Plain, solid_mask
 from .rows import Call, RowCall
-
-
-class Plain(NamedTuple):
-    """Attention as transformers has it; ``adds`` if it adds masks to scores, and without one sees all."""
-
-    attend: Callable[..., tuple[Tensor, Tensor | None]]
-    adds: bool = False
-
-    def mask(self, before: int, new: int, like: Tensor) -> Tensor | None:
-        """The mask of ``new`` tokens that see ``before`` others and what is not after them; None where it is known."""
-        if new == 1 or not (before or self.adds):
-            return None
-        shown = torch.ones(1, 1, new, before + new, dtype=torch.bool, device=like.device).tril(before)
-        return as_mask(shown, like.dtype) if self.adds else shown
+from .windows import WindowStates, attend_windows
 
 
 class Segments:
@@ -159,6 +146,8 @@ class HeldStates(Tensor):
 
 def attend(plain: Plain, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
     """What transformers calls as a layer's attention: streamed where it can be, else ``plain`` on decoded states."""
+    if isinstance(key, WindowStates) and isinstance(value, WindowStates):
+        return attend_windows(plain, module, query, key, value, given), None
     if not (isinstance(key, HeldStates) and isinstance(value, HeldStates)):
         return plain.attend(module, query, key, value, solid_mask(mask), **given)
     if why := _obstacle(query, key, value, mask, given):
