@@ -9,7 +9,10 @@ from torch import Tensor
 
 import kvquant
 from kvquant import KVQuantCache
-from tests.models import VOCAB, tiny
+from tests.models import VOCAB, small, tiny
+
+POLICIES = {"fp16": small("fp16", "fp16"), "int4": small("int4", {"codec": "int4", "rotate": "hadamard"})}
+WINDOWED = ["cohere2", "gemma2", "gemma3", "gemma3n", "gpt_oss"]
 
 
 class Pair:
