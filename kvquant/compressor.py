@@ -24,7 +24,8 @@ from torch import Tensor
 from .arena import SlotPool
 from .blocks import BlockKey, CompressedTensor, KVBlock
 from .cache.blocks import Side, Span
-from .cache.layer import History, Layer, no_autocast
+from .cache.held import no_autocast
+from .cache.layer import History, Layer
 from .cache.resident import Resident
 from .cache.rows import Row, RowCall, Rows
 from .cache.streaming import segments_of

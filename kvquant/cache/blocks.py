@@ -73,6 +73,9 @@ class Blocks(Protocol):
     def tensors(self) -> Iterator[Tensor]:
         """What is allocated on the layer's device."""
 
+    def select(self, indices: Sequence[int]) -> None:
+        """Row i is what row ``indices[i]`` was; keep nothing of rows that are gone."""
+
     def clear(self) -> None:
         """Let go of what no cache uses."""
 

@@ -27,6 +27,7 @@ from ..store.tiered import TieredStore
 from . import prefix, sessions
 from .calls import Calls
 from .hf_layer import KVQuantLayer
+from .hf_window import WindowLayer, check_packable
 from .layer import History, Layer
 from .offload import offload_to
 from .resident import Resident
@@ -59,7 +60,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self.tenant, self.adapter = tenant, adapter
         self.rows = Rows(SlotPool(), policy.block_tokens, policy.recent_tokens)
         self._offload = None if store is None else offload_to(store, self.rows.pool, resolved, config)
-        self._calls = Calls(self.rows)
+        self.calls = Calls(self.rows)
         self._config = decoder_config(config)
         self._watch = Watch()
         self._model: Callable[[], Any] = lambda: None
@@ -121,6 +122,9 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         position_ids: Tensor | None = None,
         new: int | None = None,
         streamed: bool | None = None,
+        *,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        rows: Sequence[int | None] | Tensor | None = None,
     ) -> None:
         """Announce the next forward pass: what its ``new`` columns are, and which are padding.
 
@@ -128,39 +132,30 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         left padding, which is then not stored; ``position_ids`` are checked to continue the cache. Masks of other
         kinds are left to the model, and nothing is checked. Where a mask hides anything but left padding, keys and
         values depend on more than the ids: the rows get no content keys then. ``streamed`` tells whether the model's
-        attention reads codes where they lie; where it does not, or can't, that is counted. Raises `CacheStateError`.
+        attention reads codes where they lie; where it does not, or can't, that is counted.
+        `kvquant.enable` has all of this told.
+
+        A packed pass is for the caller to announce, and needs `kvquant.enable`: ``input_ids`` of the model are
+        ``[1, tokens]``, of which ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` (from 0 to the number of tokens, int) are
+        the next ones of row ``rows[i]``. A row is given by its number, or begins: None, or the next free number. What
+        is not named gets nothing. Without ``rows`` each row goes on, or each begins in an empty cache. Positions and
+        ids are the pass's own. Rows may begin, read prompts in chunks and decode in one pass; those that have ended go
+        with `batch_select_indices`. Afterwards the longest row is the width of the batch, and others are padded.
+        Raises `CacheStateError`, or `UnsupportedError` for models with layers that cannot: other
+        than full attention and sliding windows.
         """
+        if cu_seqlens is not None or rows is not None:
+            if cu_seqlens is None or any(told is not None for told in (input_ids, attention_mask, position_ids, new)):
+                raise CacheStateError("begin() of a packed pass takes cu_seqlens and rows, the model gets the rest")
+            check_packable(self.resolved.layers, self.layers)
+            self.calls.announce_packed(cu_seqlens, rows)
+            return
         if new is None:
             if input_ids is None:
                 raise CacheStateError("begin() needs input_ids, or the number of new columns as new=")
             new = input_ids.shape[1]
         mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
-        self._calls.announce(new, input_ids, mask, position_ids, attention_mask is not None and mask is None, streamed)
-
-    def repeats(self, input_ids: Tensor, attention_mask: Any, position_ids: Any) -> bool:
-        """Whether a call brings, at their own positions, just the tokens the cache holds, and one can be taken back.
-
-        ``input_ids`` ``[rows, columns]``, padding included. Equal tokens that go on at the next position are new;
-        where no positions are given, a mask that leaves no room for more tells.
-        """
-        rows, width = self.rows.rows, self.rows.width
-        if not rows or input_ids.shape != (len(rows), width):
-            return False
-        if isinstance(position_ids, Tensor):
-            if position_ids.dim() != 2:
-                return False
-            last = position_ids[:, -1].expand(len(rows)).tolist()
-            at_home = all(end in (row.length - 1, width - 1) for end, row in zip(last, rows, strict=True))
-        else:
-            at_home = isinstance(attention_mask, Tensor) and attention_mask.shape == (len(rows), width)
-        return (
-            at_home
-            and all(_can_crop(layer) for layer in self._foreign())
-            and all(
-                row.ids and torch.equal(torch.cat(row.ids), given[row.start :].to(row.ids[0].device))
-                for row, given in zip(rows, input_ids, strict=True)
-            )
-        )
+        self.calls.announce(new, input_ids, mask, position_ids, attention_mask is not None and mask is None, streamed)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -171,6 +166,8 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         width, new = self.rows.width, key_states.shape[2]
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
+        if isinstance(layer, WindowLayer):
+            return keys, values
         if not isinstance(layer, KVQuantLayer):
             # Before the first compressed layer of a pass, or after it.
             if self.resolved.layers[layer_idx].kind == CROSS_KIND:
@@ -195,10 +192,10 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         tokens_to_remove = int(tokens_to_remove)  # may be a tensor
         if tokens_to_remove > 0:
             raise CacheStateError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative")
-        self._calls.settle()
-        for layer in self._foreign():  # first, since a window that has moved on refuses
+        self.calls.settle()
+        for layer in self.foreign():  # first, since a window that has moved on refuses
             layer.crop(tokens_to_remove)
-        self._calls.crop(-tokens_to_remove)
+        self.calls.crop(-tokens_to_remove)
         for layer in self.compressed():
             layer.held.crop(self.rows.rows)
 
@@ -207,7 +204,7 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         if beam_idx.numel() and int(beam_idx.min()) < 0:
             raise CacheStateError(f"rows {beam_idx.tolist()} selected: beams count from 0")
         self._select(beam_idx)
-        for layer in self._foreign():
+        for layer in self.foreign():
             layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
@@ -218,41 +215,41 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         except (RuntimeError, TypeError) as error:
             raise CacheStateError(f"repeats {repeats!r}: give one number, or {len(rows)} for as many rows") from error
         self._select(chosen)
-        for layer in self._foreign():
+        for layer in self.foreign():
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor | slice | Sequence[int]) -> None:
         """Keep the rows ``indices`` (integers, a mask or a slice) only."""
         self._select(indices)
-        for layer in self._foreign():
+        for layer in self.foreign():
             layer.batch_select_indices(indices)
 
     def reset(self) -> None:
         """Forget everything; memory is freed unless a copy of the cache shares it."""
-        self._calls.reset()
+        self.calls.reset()
         self._bytes.clear()
         self._peak = 0
         for layer in self.compressed():
             layer.held.clear()
             if layer.segments is not None:
                 layer.segments.clear()
-        for layer in self._foreign():
+        for layer in self.foreign():
             layer.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache of its own that shares sealed blocks by reference and copies the tails."""
-        self._calls.settle()
+        self.calls.settle()
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
         twin.rows = self.rows.fork()
-        twin._calls = self._calls.fork(twin.rows)
+        twin.calls = self.calls.fork(twin.rows)
         twin._bytes = dict(self._bytes)
         twin._offload = self._offload and self._offload.fork()
         twin._watch = self._watch.fork()
         twin.layers = [
-            layer.fork(twin._calls, twin._watch, twin._offload)
-            if isinstance(layer, KVQuantLayer)
+            layer.fork(twin.calls, twin._watch, twin._offload)
+            if isinstance(layer, KVQuantLayer | WindowLayer)
             else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
@@ -340,11 +337,11 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         key, value = histories
         place = partial(Resident, self.rows.pool)
         held = Layer(key, value, place if self._offload is None else partial(self._offload.blocks, layer.index))
-        return KVQuantLayer(layer.index, self._calls, held, self._watch, not caches_latents(self._config))
+        return KVQuantLayer(layer.index, self.calls, held, self._watch, not caches_latents(self._config))
 
     def settle(self) -> None:
         """See `Calls.settle`."""
-        self._calls.settle()
+        self.calls.settle()
 
     def begin_with(self, input_ids: Tensor, starts: Sequence[int], rows: Sequence[Sequence[int]]) -> list[int]:
         """Have an empty cache hold ``input_ids`` ``[rows, columns]``, row i from column ``starts[i]`` on, in blocks.
@@ -358,23 +355,28 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     def hold(self, layer: int) -> None:
         """A layer holds all columns of the rows now."""
-        self._calls.held[layer] = self.rows.width
+        self.calls.hold(layer)
 
     def compressed(self) -> list[KVQuantLayer]:
         """The layers that are."""
         return [layer for layer in self.layers if isinstance(layer, KVQuantLayer)]
 
-    def _foreign(self) -> list[Any]:
+    def foreign(self) -> list[Any]:
+        """The layers that are not: transformers' own."""
         return [layer for layer in self.layers if not isinstance(layer, KVQuantLayer)]
 
     def _select(self, given: Any) -> None:
-        self._calls.settle()
+        self.calls.settle()
         if not self.rows.rows:
             return
         indices = _indices(given, len(self.rows.rows))
+        self.calls.forget_packing()
         self.rows.select(indices)
         for layer in self.compressed():
             layer.held.select(indices)
+            if layer.segments is not None:
+                layer.segments.clear()
+            self._bytes[layer.index] = sum(layer.held.nbytes())
 
 
 def _indices(given: Any, rows: int) -> list[int]:
@@ -386,10 +388,3 @@ def _indices(given: Any, rows: int) -> list[int]:
     if chosen.dim() != 1 or not len(chosen):
         raise CacheStateError(f"rows {given!r} selected from a cache of {rows} rows: at least one must stay")
     return [int(index) for index in chosen]
-
-
-def _can_crop(layer: Any) -> bool:
-    """Whether a layer of transformers' own can forget a token: a full sliding window has dropped what came before."""
-    window = getattr(layer, "sliding_window", None)
-    full = window is not None and layer.get_seq_length() >= window and not layer.record_past
-    return bool(layer.is_croppable) and not full

@@ -10,7 +10,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import UnsupportedError
 from .calls import Calls
-from .layer import Layer, decoded
+from .held import decoded
+from .layer import Layer
 from .offload import Offload
 from .streaming import HeldStates, Segments, Watch
 
@@ -29,7 +30,7 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.segments = Segments(held, watch) if streams else None
         self.calls = calls
         self.held = held
-        calls.held.setdefault(index, 0)
+        calls.taken.setdefault(index, 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the first `update` does."""
@@ -37,7 +38,7 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     @property
     def columns(self) -> int:
         """Columns held, padding included."""
-        return self.calls.held[self.index]
+        return self.calls.columns(self.index)
 
     @property
     def is_initialized(self) -> bool:
@@ -55,13 +56,13 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         return self._dense(1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append ``[rows, heads, new, dim]`` and return all columns, history decoded, new ones as given."""
+        """Append ``[lines, heads, new, dim]`` and return all columns, history decoded, new ones as given."""
         positions = (kwargs.get("kwargs") or {}).get("position_ids")  # the arguments of the model's attention
         self.held.key.check(key_states)
         self.held.value.check(value_states)
         call = self.calls.take(self.index, key_states.shape[0], key_states.shape[2], positions)
         keys, values = self.held.append(key_states, value_states, call)
-        if self.segments is not None and self.calls.streamed and call.past:
+        if self.segments is not None and self.calls.streamed and (call.past or call.packed):
             return HeldStates(keys, self.segments), HeldStates(values, self.segments)
         if self.calls.streamed is not None and call.past:
             self.watch.fallbacks += 2  # of such a model at every step, which is no news: see `hooks.why_decoded`

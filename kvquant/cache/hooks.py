@@ -12,12 +12,15 @@ import warnings
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 
 from ..errors import KVQuantWarning, UnsupportedError
 from ..geometry import CACHE_NAMES, caches_latents, decoder_module, takes_cache
+from .arguments import next_positions, of_packed_call, repeats
 from .hf import KVQuantCache
+from .packing import Plain
 from .streaming import attend
 
 _HANDLE = "_kvquant_hook"  # kept on the decoder itself, so that a copy of the model has its own
@@ -107,7 +110,7 @@ def _register() -> None:
 
     for kind, name in _ATTENTION.items():
         ALL_ATTENTION_FUNCTIONS.register(
-            name, partial(attend, _eager if kind == "eager" else ALL_ATTENTION_FUNCTIONS[kind])
+            name, partial(attend, Plain(_eager, True) if kind == "eager" else Plain(ALL_ATTENTION_FUNCTIONS[kind]))
         )
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kind])
 
@@ -130,22 +133,53 @@ def _announce(
     names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     given = dict(zip(names, args, strict=False)) | kwargs
-    cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+    cache = outer = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    if isinstance(outer, EncoderDecoderCache):
+        cache = outer.self_attention_cache
     if not isinstance(cache, KVQuantCache):
         return None
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
-    repeated = isinstance(ids, Tensor) and cache.repeats(ids, given.get("attention_mask"), given.get("position_ids"))
+    shaped = ids if isinstance(ids, Tensor) else embeds
+    if cache.calls.packing is not None:
+        own = ids if isinstance(ids, Tensor) and _is_of(cache, module) else None
+        try:
+            dtype = _mask_dtype(names, module, outer)
+            return (), given | of_packed_call(cache, given, own, shaped, _streams(module), dtype)
+        except Exception:
+            cache.calls.forget_packing()
+            raise
+    repeated = isinstance(ids, Tensor) and repeats(cache, ids, given.get("attention_mask"), given.get("position_ids"))
     if repeated:
         # `generate` feeds a prompt that is cached whole again from its start: there is nothing left to read, but
         # the last token must be, for its logits.
         cache.crop(-1)
         given |= {name: given[name][..., -1:] for name in ("input_ids", "position_ids") if given.get(name) is not None}
-        ids = given["input_ids"]
-    shaped = ids if isinstance(ids, Tensor) else embeds
-    if cache.model is not None and cache.decoder is not module:
+        shaped = ids = given["input_ids"]
+    added = next_positions(cache, given, shaped) if "position_ids" in names else {}
+    given |= added
+    if not _is_of(cache, module):
         ids = None  # another model's keys and values must not get this model's content keys
     if isinstance(shaped, Tensor):
         cache.begin(ids, given.get("attention_mask"), given.get("position_ids"), shaped.shape[1], _streams(module))
-    return ((), given) if repeated else None
+    return ((), given) if repeated or added else None
+
+
+def _is_of(cache: KVQuantCache, module: nn.Module) -> bool:
+    """Whether a cache was built for this decoder, or for none in particular."""
+    return cache.model is None or cache.decoder is module
+
+
+def _mask_dtype(names: tuple[str, ...], decoder: Any, cache: Any) -> torch.dtype:
+    """What masks of a decoder's packed calls are of. Raises `UnsupportedError` where there are none."""
+    why = ""
+    if isinstance(cache, EncoderDecoderCache):
+        why = "an encoder-decoder reads one input a row"
+    elif "position_ids" not in names or getattr(decoder.config, "alibi", False):
+        why = f"{type(decoder).__name__} counts positions itself"
+    elif _attention(decoder) not in {*_ATTENTION, *_ATTENTION.values()}:
+        why = f"attention is {_attention(decoder)!r} where 'sdpa' or 'eager' would do"
+    elif cache.foreign() and not _streams(decoder):
+        why = f"{type(decoder).__name__} has an attention of its own, and layers that are not compressed"
+    if why:
+        raise UnsupportedError(f"packed rows: {why}; give a batch with left padding")
+    return torch.bool if "eager" not in _attention(decoder) else decoder.dtype

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,6 +24,7 @@ from ..kernels import decode, encode
 from ..kernels.coding import CHUNK_ELEMENTS
 from ..records import Record
 from .blocks import Blocks, Cut, Side, Span
+from .held import Held, decoded, no_autocast
 from .rows import Call, Row, RowCall, Rows
 from .tail import Tail
 
@@ -76,15 +75,14 @@ class History:
         self.decode_seconds = 0.0
 
     def append(self, fresh: Tensor, call: Call) -> None:
-        """Take the call's new columns ``[rows, heads, columns, dim]``; `check` tells beforehand whether they fit."""
-        if not self.tails:
-            self.tails = [Tail.of(fresh[0, :, :0]) for _ in call.rows]
+        """Take the call's new columns ``[lines, heads, columns, dim]``; `check` tells beforehand whether they fit."""
         self.grown = bool(call.runs)
-        for index, row in enumerate(call.rows):
+        while len(self.tails) < call.count:
+            self.tails.append(Tail.of(fresh[0, :, :0]))
+        for row in call.rows:
             if row.fresh:
-                new = fresh[index] if row.fresh == call.new else fresh[index, :, call.new - row.fresh :]
-                before, after = self.tails[index], self.tails[index].append(new)
-                self.tails[index] = after
+                before, after = self.tails[row.index], self.tails[row.index].append(row.of(fresh))
+                self.tails[row.index] = after
                 self.grown |= after.room is not before.room
 
     def check(self, fresh: Tensor) -> None:
@@ -92,22 +90,20 @@ class History:
         if not self.tails:
             return
         tail = self.tails[0].tokens
-        if fresh.shape[0] != len(self.tails):
-            raise CacheStateError(f"a batch of {fresh.shape[0]} rows, but the cache holds {len(self.tails)} rows")
         if (fresh.shape[1], fresh.shape[3], fresh.dtype) != (tail.shape[0], tail.shape[2], tail.dtype):
             raise CacheStateError(
                 f"states of {fresh.shape[1]} heads × {fresh.shape[3]} in {fresh.dtype}, "
                 f"but the cache holds {tail.shape[0]} heads × {tail.shape[2]} in {tail.dtype}"
             )
 
-    def cut(self, index: int, row: RowCall) -> Tensor:
+    def cut(self, row: RowCall) -> Tensor:
         """Take what a row seals off its tail: blocks ``[n, heads, block_tokens, dim]``, setting sinks aside.
 
         Places of a block before the row's first take the first token, so that they do not widen the range of codes.
         """
-        tail = self.tails[index]
+        tail = self.tails[row.index]
         tokens = tail.tokens[:, : row.sealing]
-        self.tails[index] = tail.after(row.sealing)
+        self.tails[row.index] = tail.after(row.sealing)
         self.sinks.keep(row.slots[0], tokens[:, : self.sinks_of(row)])
         if place := row.sealed % self.block_tokens:
             tokens = torch.cat((tokens[:, :1].expand(-1, place, -1), tokens), dim=1)
@@ -209,10 +205,10 @@ class Layer:
         held = []
         for which, (side, fresh) in enumerate(zip(self.sides, (keys, values), strict=True)):
             side.append(fresh, call)
-            held.append(Held(self, which, fresh, call, tuple(tail.tokens for tail in side.tails)))
+            held.append(Held(self, which, fresh, call, tuple(side.tails[row.index].tokens for row in call.rows)))
         if call.runs:
             with no_autocast(keys.device), torch.no_grad():
-                self.blocks.seal(call, [self._cut(index, row) for index, row in enumerate(call.rows) if row.slots])
+                self.blocks.seal(call, [self._cut(row) for row in call.rows if row.slots])
         return held[0], held[1]
 
     def encoders(self, cuts: Sequence[Cut]) -> tuple[Encoder, Encoder]:
@@ -267,9 +263,10 @@ class Layer:
             side.crop(rows)
 
     def select(self, indices: Sequence[int]) -> None:
-        """Follow rows that were selected."""
+        """Follow rows that were selected; of the others nothing is left."""
         for side in self.sides:
             side.select(indices)
+        self.blocks.select(indices)
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -288,12 +285,12 @@ class Layer:
         """Keys and values."""
         return self.key, self.value
 
-    def _cut(self, index: int, row: RowCall) -> Cut:
+    def _cut(self, row: RowCall) -> Cut:
         positions = row.positions[row.sealed : row.sealed + row.sealing]
         if place := row.sealed % self.key.block_tokens:
             positions = torch.cat((positions[:1].expand(place), positions))
         sinks = self.key.sinks_of(row), self.value.sinks_of(row)
-        return Cut(row.slots, (self.key.cut(index, row), self.value.cut(index, row)), positions, sinks)
+        return Cut(row.slots, (self.key.cut(row), self.value.cut(row)), positions, sinks)
 
     def record_of(self, keys: Tensor, values: Tensor) -> Record:
         """How blocks of states ``[rows, heads, tokens, dim]`` lie in memory."""
@@ -302,58 +299,6 @@ class Layer:
             for side, states in zip(self.sides, (keys, values), strict=True)
         )
         return Record.of(key, value)
-
-
-@dataclass(frozen=True, eq=False)
-class Held:
-    """What a layer held of keys, or values, in a call: new columns ``fresh``, blocks from before, each row's tail.
-
-    Good until the next call.
-    """
-
-    layer: Layer
-    which: int
-    fresh: Tensor
-    call: Call
-    tails: tuple[Tensor, ...]
-
-    @property
-    def side(self) -> History:
-        """Whose columns these are."""
-        return self.layer.sides[self.which]
-
-
-def decoded(*held: Held) -> list[Tensor]:
-    """All columns of what was held in one call, new ones as given; padding columns of earlier calls are zeros."""
-    fresh, call = held[0].fresh, held[0].call
-    if not call.past:
-        return [one.fresh.contiguous() for one in held]
-    started = time.perf_counter()
-    rows, _, new, _ = fresh.shape
-    layer = held[0].layer
-    with no_autocast(fresh.device):
-        columns = call.past + new
-        dense = [one.fresh.new_empty(rows, one.fresh.shape[1], columns, one.fresh.shape[3]) for one in held]
-        with torch.no_grad():
-            for portion in layer.blocks.read(call).each:
-                for index, (spans, row) in enumerate(zip(portion, call.rows, strict=True)):
-                    for one, out in zip(held, dense, strict=True):
-                        for span in spans:
-                            one.side.decode(span, one.which, row, out[index, :, row.start : call.past])
-            for one, out in zip(held, dense, strict=True):
-                for index, row in enumerate(call.rows):
-                    out[index, :, : row.start] = 0
-                    out[index, :, row.start + row.sealed : call.past] = one.tails[index][:, : row.tail]
-        for one, out in zip(held, dense, strict=True):
-            out[:, :, call.past :] = one.fresh
-    layer.key.decode_seconds += time.perf_counter() - started
-    return dense
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Codecs choose their dtypes themselves."""
-    wanted = device.type != "meta" and torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if wanted else nullcontext()
 
 
 def _chunks(fields: Fields, elements: int) -> Iterator[Fields]:

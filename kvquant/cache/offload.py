@@ -147,6 +147,9 @@ class Offloaded:
         """The device's memory is the store's."""
         return iter(())
 
+    def select(self, indices: Sequence[int]) -> None:
+        """The pool has told the store already."""
+
     def clear(self) -> None:
         """See `Blocks`; the pool has told the store already."""
         if not self.shared.pool.live:

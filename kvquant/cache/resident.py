@@ -32,7 +32,7 @@ class Resident:
 
     def read(self, call: Call) -> Portions:
         """All at once; the same spans as before where nothing changed."""
-        return Portions(False, [[[*self._spans(index, row).values()] for index, row in enumerate(call.rows)]])
+        return Portions(False, [[[*self._spans(row).values()] for row in call.rows]])
 
     def nbytes(self) -> int:
         """See `Blocks`."""
@@ -58,6 +58,10 @@ class Resident:
         if self._arena is not None:
             yield from (slab for _, slab in self._arena.slabs())
 
+    def select(self, indices: Sequence[int]) -> None:
+        """Spans that are kept would keep the memory of rows that are gone."""
+        self._read = {row: self._read[index] for row, index in enumerate(indices) if index in self._read}
+
     def clear(self) -> None:
         """Memory is freed where no other cache uses the pool."""
         self._read.clear()
@@ -77,13 +81,13 @@ class Resident:
         assert layer is not None
         return layer
 
-    def _spans(self, index: int, row: RowCall) -> dict[Piece, Span]:
-        history, stamp, made = self._read.get(index, (None, None, {}))
+    def _spans(self, row: RowCall) -> dict[Piece, Span]:
+        history, stamp, made = self._read.get(row.index, (None, None, {}))
         now = self._arena, self._arena and self._arena.stamp, *(side.sinks.stamp for side in self._layer.sides)
         if history is not row.history or stamp != now:
             known = made if stamp == now else {}
             made = {piece: known.get(piece) or self._of(piece) for piece in row.history}
-            self._read[index] = row.history, now, made
+            self._read[row.index] = row.history, now, made
         return made
 
     def _of(self, piece: Piece) -> Span:

@@ -27,6 +27,7 @@ from ..errors import KVQuantError, StoreError, UnsupportedError, shown
 from ..policy import PrecisionPolicy
 from ..store.base import BlockStore
 from ..store.tiered import TieredStore
+from .hf_window import WindowLayer
 from .manifests import (
     GENERATION,
     PARTS,
@@ -88,6 +89,7 @@ def save(cache: KVQuantCache, name: str) -> None:
             "identity": asdict(cache.identity()),
             "policy": cache.resolved.policy.to_yaml(),
             "width": cache.rows.width,
+            "packed": cache.rows.packed,
             "tokens": [row.length for row in cache.rows.rows],
             "rows": rows,
             "blocks": len(slots),
@@ -209,7 +211,7 @@ def _resume_rows(cache: KVQuantCache, manifest: Mapping[str, Any], tensors: Mapp
         cache.rows.pool.retain(row.slots)
         cache.rows.rows.append(row)
     cache.rows.pool.release(slots)  # whose rows have them now
-    cache.rows.width = int(manifest["width"])
+    cache.rows.width, cache.rows.packed = int(manifest["width"]), bool(manifest.get("packed"))
     return slots
 
 
@@ -254,6 +256,7 @@ def _save_plain_layers(cache: KVQuantCache, store: TieredStore, generation: byte
     for index, layer in enumerate(cache.layers):
         if cache.resolved.layers[index].policy is not None:
             continue
+        layer = layer.whole() if isinstance(layer, WindowLayer) else layer
         tensors = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
         plain = {
             name: value

@@ -168,5 +168,7 @@ def _row_bytes(layers: Sequence[Layer], rows: Sequence[Row]) -> tuple[int, ...]:
 
 def _other_bytes(layer: Any) -> int:
     """Bytes of the tensors of a layer that passes through, floats at 2 bytes each."""
-    tensors = [value for value in vars(layer).values() if isinstance(value, Tensor) and value.dim() > 1]
+    parts = layer.parts() if hasattr(layer, "parts") else [layer]
+    found = [value for part in parts for value in vars(part).values()]
+    tensors = [value for value in found if isinstance(value, Tensor) and value.dim() > 1]
     return sum(tensor.numel() * (2 if tensor.is_floating_point() else tensor.itemsize) for tensor in tensors)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..attention.streamed import attend_in_portions
+from ..attention.streamed import InPortions, attend_in_portions
 from ..errors import KVQuantWarning
 from ..kernels import Dense, Memo, Sealed, Segment, decoding_pays
 from ..keybias import BiasScores, KeyBias
 from .blocks import Side, Span
-from .layer import Held, Layer, decoded
+from .held import Held, decoded
+from .layer import Layer
+from .packing import PackedMask, Plain, solid_mask
 from .rows import Call, RowCall
-
-Attention = Callable[..., tuple[Tensor, Tensor | None]]
+from .windows import WindowStates, attend_windows
 
 
 class Segments:
@@ -42,23 +43,28 @@ class Segments:
         self.memo = Memo()
 
     def of(
-        self, read: Iterable[Sequence[Sequence[Span]]], keys: Held, values: Held, query: Tensor
+        self, read: Iterable[Sequence[Sequence[Span]]], keys: Held, values: Held, queries: Sequence[Tensor]
     ) -> Iterator[list[list[Segment]]]:
         """What each row's new tokens attend to, in as many portions as their blocks are ``read``; tails come first.
 
-        ``query`` is ``[rows, query heads, new, dim]``.
+        ``queries`` are those of each row, ``[query heads, new, dim]``.
         """
-        tails = [[Dense(*pair, causal=True)] for pair in zip(keys.tails, values.tails, strict=True)]
-        for portion in read:
-            found = []
-            for index, (spans, row, tail) in enumerate(zip(portion, keys.call.rows, tails, strict=True)):
-                blocks = [segment for span in spans for segment in self._of(span)]
-                if self.bias is not None:
-                    folded = query[index].reshape(keys.fresh.shape[1], -1, query.shape[3])
-                    blocks = [self._with_bias(segment, row, folded, keys.fresh) for segment in blocks]
-                found.append([*blocks, *tail])
-            yield found
-            tails = [[] for _ in tails]
+        rows = range(len(queries))
+        for number, portion in enumerate(read):
+            yield [self.of_row(row, portion[row], keys, values, queries[row], not number) for row in rows]
+
+    def of_row(
+        self, number: int, spans: Sequence[Span], keys: Held, values: Held, query: Tensor, tail: bool
+    ) -> list[Segment]:
+        """What new tokens of the call's row ``number`` attend to of its ``spans``, and of its tail where asked."""
+        row = keys.call.rows[number]
+        found = [segment for span in spans for segment in self._of(span)]
+        if self.bias is not None:
+            folded = query.reshape(keys.fresh.shape[1], -1, query.shape[2])
+            found = [self._with_bias(segment, row, folded, keys.fresh) for segment in found]
+        if tail:
+            found.append(Dense(keys.tails[number], values.tails[number], causal=True))
+        return found
 
     def _with_bias(self, segment: Segment, row: RowCall, query: Tensor, like: Tensor) -> Segment:
         if isinstance(segment, Dense) or self.bias is None or segment.key.lossless:
@@ -119,10 +125,8 @@ class HeldStates(Tensor):
 
     @staticmethod
     def __new__(cls, held: Held, segments: Segments) -> HeldStates:  # noqa: D102  # a tensor has no __init__
-        rows, heads, new, dim = held.fresh.shape
-        shape = rows, heads, held.call.past + new, dim
         states: HeldStates = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=held.fresh.dtype, device=held.fresh.device
+            cls, held.shape, dtype=held.fresh.dtype, device=held.fresh.device
         )
         states.held, states.segments = held, segments
         return states
@@ -140,29 +144,81 @@ class HeldStates(Tensor):
         return decoded(self.held)[0]
 
 
-def attend(plain: Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+def attend(plain: Plain, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
     """What transformers calls as a layer's attention: streamed where it can be, else ``plain`` on decoded states."""
+    if isinstance(key, WindowStates) and isinstance(value, WindowStates):
+        return attend_windows(plain, module, query, key, value, given), None
     if not (isinstance(key, HeldStates) and isinstance(value, HeldStates)):
-        return plain(module, query, key, value, mask, **given)
+        return plain.attend(module, query, key, value, solid_mask(mask), **given)
     if why := _obstacle(query, key, value, mask, given):
-        return plain(module, query, key.decode(why), value.decode(why), mask, **given)
-    segments = key.segments
+        return plain.attend(module, query, key.decode(why), value.decode(why), solid_mask(mask), **given)
+    segments, keys, values = key.segments, key.held, value.held
+    if keys.call.packed:
+        return attend_packed(plain, module, query, segments, keys, values, given), None
     if segments.bias and decoding_pays(query.shape[1] // key.shape[1] * query.shape[2]):
         # What biases add to the scores of so many queries takes more memory than keys do.
-        return plain(module, query, *decoded(key.held, value.held), mask, **given)
-    several, read = segments.layer.blocks.read(key.held.call)
-    output = attend_in_portions(
-        query,
-        segments.of(read, key.held, value.held, query),
-        several,
-        key.shape[1],
-        value.shape[-1],
-        scale=given.get("scaling"),
-        softcap=given.get("softcap") or 0.0,
-        sinks=given.get("s_aux"),
-        memo=segments.memo,
-    )
+        return plain.attend(module, query, *decoded(keys, values), mask, **given)
+    several, read = segments.layer.blocks.read(keys.call)
+    portions = segments.of(read, keys, values, [*query])
+    output = attend_in_portions(query, portions, several, memo=segments.memo, **_how(segments, keys, values, given))
     return output.transpose(1, 2).contiguous(), None
+
+
+def attend_packed(
+    plain: Plain, module: Any, query: Tensor, segments: Segments, keys: Held, values: Held, given: dict[str, Any]
+) -> Tensor:
+    """The attention of a packed call, ``[1, tokens, query heads, dim]``: of rows with as many new tokens together.
+
+    Rows that had nothing before are left to ``plain``, each by itself, and so are those with key biases and many
+    queries, decoded. Nothing is as large as tokens by tokens.
+    """
+    rows = keys.call.rows
+    several, read = segments.layer.blocks.read(keys.call)
+    how = _how(segments, keys, values, given)
+    queries = [row.of(query) for row in rows]
+    folds = query.shape[1] // how["kv_heads"]
+    groups: dict[int, list[int]] = {}
+    alone: dict[int, list[Tensor]] = {}  # decoded keys and values of rows that are left to ``plain``
+    for number, row in enumerate(rows):
+        many = segments.bias is not None and decoding_pays(folds * row.fresh)
+        if row.fresh > 1 and (many or not row.before):
+            alone[number] = [side.room(number) if row.before else row.of(side.fresh) for side in (keys, values)]
+        else:
+            groups.setdefault(row.fresh, []).append(number)
+    together = {}
+    for new, members in groups.items():
+        memo = segments.memo if new == 1 else None
+        together[new] = InPortions(torch.stack([queries[number] for number in members]), several, **how, memo=memo)
+    for index, portion in enumerate(read):
+        for new, members in groups.items():
+            together[new].add(
+                [segments.of_row(each, portion[each], keys, values, queries[each], not index) for each in members]
+            )
+        for number, room in alone.items():
+            for side, out in zip((keys, values), room, strict=True):
+                side.decode(number, portion[number], out)
+    output = query.new_empty(1, query.shape[2], query.shape[1], values.shape[3])
+    for new, members in groups.items():
+        for number, found in zip(members, together[new].result(), strict=True):
+            output[0, rows[number].at : rows[number].at + new] = found.transpose(0, 1)
+    for number, states in alone.items():
+        row = rows[number]
+        given_keys, given_values = (state[None] for state in states)
+        mask = plain.mask(row.before, row.fresh, query)
+        found, _ = plain.attend(module, queries[number][None], given_keys, given_values, mask, **given)
+        output[:, row.at : row.at + row.fresh] = found
+    return output
+
+
+def _how(segments: Segments, keys: Held, values: Held, given: dict[str, Any]) -> dict[str, Any]:
+    """What attention in portions is to know."""
+    return {
+        "kv_heads": keys.shape[1],
+        "dim": values.shape[3],
+        "scale": given.get("scaling"),
+        "softcap": given.get("softcap") or 0.0,
+        "sinks": given.get("s_aux"),
+    }
 
 
 def _obstacle(query: Tensor, key: HeldStates, value: HeldStates, mask: Any, given: dict[str, Any]) -> str:
@@ -179,7 +235,8 @@ def _obstacle(query: Tensor, key: HeldStates, value: HeldStates, mask: Any, give
         return "the model adds a bias by position to its scores"
     if key.segments.bias and not all(row.in_order for row in call.rows):
         return "key biases were removed at positions with gaps"
-    return "" if key.segments.watch.fits(mask, call) else "its mask is not the causal one of these rows"
+    usual = isinstance(mask, PackedMask) if call.packed else key.segments.watch.fits(mask, call)
+    return "" if usual else "its mask is not the causal one of these rows"
 
 
 class Watch:
