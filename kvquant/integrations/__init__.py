@@ -1,0 +1,1 @@
+"""Adapters that put compressed blocks into serving engines, one engine a file. None is imported before it is named."""
