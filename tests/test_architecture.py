@@ -24,6 +24,7 @@ LAYERS = [
     ["attention", "store"],
     ["cache"],
     ["compressor", "tuner"],
+    ["integrations"],
     ["testing"],
     ["__init__"],
 ]

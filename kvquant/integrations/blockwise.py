@@ -1,13 +1,13 @@
 """`BlockTier`: blocks of an engine's cache, all their layers as one payload, compressed, in a store.
 
-What adapters of engines share; it knows none of them. An engine's block is named by the engine's own hash of the tokens
-up to its end, under a namespace, the digest of all else that decides its bytes (`kvquant.keys.Identity`): with another
+What adapters of engines share; it knows none of them. An engine's block is named by its own hash of the tokens up to
+its end, under a namespace, the digest of all else that decides its bytes (`kvquant.keys.Identity`): with another
 model, policy or tenant every block is a miss. A payload is
 
     count u32 | length u64 of each layer's block | the blocks, see `kvquant.blocks`, layer after layer
 
-little endian. Each block carries a checksum over its bytes, its key and its layer, all of which are verified before any
-is decoded, so that what comes back is what was put, whole, or nothing.
+little endian. Each block carries a checksum over its bytes, its key and its layer. All are verified before any is
+decoded, so that what comes back is what was put, whole, or nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from ..exposition import Metric, exposition
 from ..policy import PrecisionPolicy
 from ..store.base import StoreStats
 from ..store.tiered import TieredStore
+
+States = Callable[[int], tuple[Tensor, Tensor]]
+"""Gives a layer's keys and values of some blocks, ``[blocks, heads, block_tokens, dim]`` each."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,7 @@ class BlockTier:
         self._counts: Counter[str] = Counter()
         self._seconds = {"store": 0.0, "load": 0.0}
         self._lock = threading.Lock()
-        zeros = [torch.zeros(1, s.heads, self.block_tokens, s.key_dim + s.value_dim, dtype=dtype) for s in self.shapes]
-        (payload,) = self._encoded(
-            [b"\0"], [True], lambda layer: tuple(zeros[layer].split(self._dims(layer), dim=-1))
-        )
+        (payload,) = self._encoded([b"\0"], [True], self._zeros)  # also what shows that codecs and layers fit
         store.must_hold(len(payload))
 
     def key(self, name: bytes) -> bytes:
@@ -136,19 +136,16 @@ class BlockTier:
         """Whether a block is there; `fetch` tells whether it is whole."""
         return self.key(name) in self.store
 
-    def put(
-        self, names: Sequence[bytes], first: Sequence[bool], states: Callable[[int], tuple[Tensor, ...]]
-    ) -> int:
+    def put(self, names: Sequence[bytes], first: Sequence[bool], states: States) -> int:
         """Store blocks; how many were.
 
-        ``first`` tells of each whether its sequence starts with it, so that its sinks are kept as they are. ``states``
-        gives a layer's keys and values, ``[blocks, heads, block_tokens, dim]`` each. A block for which there is no
-        room, or which has no codes, is dropped, and counted.
+        ``first`` tells of each whether its sequence starts with it, so that its sinks are kept as they are. A block
+        for which there is no room, or which has no codes, is dropped, and counted.
         """
         began, stored = time.perf_counter(), 0
         try:
             payloads = self._encoded(names, first, states) if names else []
-            for name, payload in zip(names, payloads, strict=True):
+            for name, payload in reversed([*zip(names, payloads, strict=True)]):
                 stored += self._put(self.key(name), payload)
         except CodecError as error:
             warnings.warn(f"{len(names)} blocks are not stored: {error}", KVQuantWarning, stacklevel=2)
@@ -179,10 +176,21 @@ class BlockTier:
         self._count("load", began)
         return found
 
+    def touch(self, names: Sequence[bytes]) -> None:
+        """Count blocks of one sequence, in order, as used: where room is short its last blocks leave first.
+
+        A block is of no use without those before it.
+        """
+        with self.store.lock:
+            for key in map(self.key, reversed(names)):
+                with self.store.pin([key]) as found:  # on disk, pinning counts as using
+                    if found:
+                        self.store.placement.use(self.store.placement.shelf(key))
+
     def forget(self) -> None:
         """Forget all blocks of this namespace, and take another, of this process: the weights may have changed."""
-        mine = [key for key in self.store.keys() if isinstance(key, bytes) and key.startswith(self._namespace[:16])]
-        self.store.delete(mine)
+        found, mine = self.store.keys(), self._namespace[:16]
+        self.store.delete([key for key in found if isinstance(key, bytes) and key.startswith(mine)])
         self._namespace = hashlib.blake2b(self._namespace + os.urandom(16), digest_size=32).digest()
 
     def stats(self) -> TierStats:
@@ -202,12 +210,15 @@ class BlockTier:
         """Bytes stored so far."""
         return self._counts["payload_bytes"]
 
-    def _dims(self, layer: int) -> list[int]:
-        return [self.shapes[layer].key_dim, self.shapes[layer].value_dim]
+    def _zeros(self, layer: int) -> tuple[Tensor, Tensor]:
+        shape = self.shapes[layer]
+        key, value = (
+            torch.zeros(1, shape.heads, self.block_tokens, dim, dtype=self.dtype)
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+        return key, value
 
-    def _encoded(
-        self, names: Sequence[bytes], first: Sequence[bool], states: Callable[[int], tuple[Tensor, ...]]
-    ) -> list[bytes]:
+    def _encoded(self, names: Sequence[bytes], first: Sequence[bool], states: States) -> list[bytes]:
         """Payloads of blocks. Layer by layer, so that the states of one are there at a time."""
         keys = [self.key(name) for name in names]
         parts: list[list[bytes]] = [[] for _ in names]
@@ -232,7 +243,7 @@ class BlockTier:
         return True
 
     def _parsed(self, key: bytes, payload: Tensor) -> list[KVBlock]:
-        parts = _unpacked(memoryview(payload.numpy()), len(self.shapes))
+        parts = _unpacked(memoryview(payload.numpy().data), len(self.shapes))
         blocks = []
         for layer, (compressor, part) in enumerate(zip(self.compressors, parts, strict=True)):
             block = compressor.from_bytes(part, _part_key(key, layer))

@@ -1,6 +1,6 @@
 """`PageLayout`: where an attention backend keeps which value of a page of its cache, learned from what it writes.
 
-Backends lay out pages as suits their kernels: keys transposed, in tiles, beside the values or after them. Nothing tells
+Backends lay out pages as suits their kernels: keys transposed, in tiles, beside the values or after them. None tells
 how, and it changes with the machine. So one page is written with known values by the backend's own means; where each
 is found then is the layout. A backend that does not write each value in one place, as it is, is refused.
 """

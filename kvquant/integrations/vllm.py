@@ -6,7 +6,7 @@
 
 vLLM asks the manager, on the scheduler's side, which blocks are there, and has the worker store and load them. Its
 connector takes no for an answer, but no failed load: so the manager reads and verifies a block when it is looked up,
-and keeps it until it is loaded. What is missing or damaged is a miss then, and recomputed. Manager and worker share one
+and keeps it until it is loaded. What is missing or damaged is a miss then, and recomputed. Manager and worker share a
 `BlockTier` and must live in one process.
 
 Importing this module needs vLLM; anything but the versions it knows is refused.
@@ -17,15 +17,11 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ..blocks import KVBlock
 from ..errors import StoreError, UnsupportedError, shown
 from ..keys import Identity, settings_of
 from ..policy import PrecisionPolicy
@@ -50,80 +46,24 @@ except ImportError:
 check_version(_found)
 
 from vllm.config import get_current_vllm_config  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats  # noqa: E402
-from vllm.logger import init_logger  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
 from vllm.v1.kv_offload.base import (  # noqa: E402
     CanonicalKVCaches,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    Locality,
-    LookupResult,
-    Medium,
     OffloadingCounterMetadata,
     OffloadingManager,
     OffloadingSpec,
     OffloadingWorker,
-    PrepareStoreOutput,
-    ReqContext,
-    RequestOffloadingContext,
-    TransferResult,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig  # noqa: E402
 
 from .vllm_cache import Layers  # noqa: E402
-
-logger = init_logger("vllm.kvquant")  # vLLM shows what is below its own name
+from .vllm_transfer import ENGINES, METRICS, Engine, Manager, Worker, logger  # noqa: E402
 
 OPTIONS = ("policy", "host_budget", "disk_budget", "disk_path", "tenant")
 _OTHERS = ("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only")  # vLLM reads them
-_METRICS = {
-    "engine_bytes": "Bytes in the engine of the blocks that kvquant stored.",
-    "payload_bytes": "Bytes that kvquant stored them in.",
-    "stored": "Blocks that kvquant stored.",
-    "loaded": "Blocks that kvquant gave back.",
-    "damaged": "Blocks that were found damaged, and recomputed.",
-    "dropped": "Blocks that could not be stored.",
-}
 
 
-@dataclass
-class _Engine:
-    """What manager and worker of one engine share."""
-
-    tier: BlockTier
-    generation: int = 0  # stores from before a reset are void
-    open: bool = True
-
-    def close(self) -> None:
-        if self.open:
-            self.open = False
-            logger.info("kvquant: %s", self.tier.stats())
-            self.tier.close()
-            for name in [name for name, engine in _ENGINES.items() if engine is self]:
-                del _ENGINES[name]
-            atexit.unregister(self.close)
-
-
-_ENGINES: dict[str, _Engine] = {}
-
-
-@dataclass
-class _Store(LoadStoreSpec):
-    """Blocks to store: their names, and whether each is the first of its sequence."""
-
-    names: list[bytes]
-    first: list[bool]
-    generation: int
-
-
-@dataclass
-class _Load(LoadStoreSpec):
-    """Blocks to load, verified: the layers of each."""
-
-    blocks: list[list[KVBlock]]
-
-
-class KVQuantOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
+class KVQuantOffloadingSpec(OffloadingSpec):
     """Named in vLLM's ``kv_connector_extra_config``.
 
     ``policy`` is a preset or a policy file; ``host_budget``, ``disk_budget`` and ``disk_path`` are `TieredStore`'s, at
@@ -155,17 +95,17 @@ class KVQuantOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """What vLLM exports to Prometheus, and logs."""
-        return {f"kvquant:{name}": OffloadingCounterMetadata(documentation=told) for name, told in _METRICS.items()}
+        return {f"kvquant:{name}": OffloadingCounterMetadata(documentation=told) for name, told in METRICS.values()}
 
     def get_manager(self) -> OffloadingManager:
         """The scheduler's side. Raises `UnsupportedError` where the worker is in another process."""
-        engine = _ENGINES.get(self.config.engine_id)
+        engine = ENGINES.get(self.config.engine_id)
         if engine is None:
             raise UnsupportedError(
                 "the worker runs in another process than the scheduler; allowed: one process for both "
                 "(VLLM_ENABLE_V1_MULTIPROCESSING=0 where vLLM would start another, as it does on CPUs)"
             )
-        return _Manager(engine, self.tokens * self.blocks_per_chunk)
+        return Manager(engine, self.tokens * self.blocks_per_chunk)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """The worker's side, which comes first; opens the store."""
@@ -185,15 +125,30 @@ class KVQuantOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         except BaseException:
             store.close()
             raise
-        engine = _ENGINES[self.config.engine_id] = _Engine(tier)
+        engine = ENGINES[self.config.engine_id] = Engine(tier)
         atexit.register(engine.close)
-        described = self.policy.resolve(["full_attention"] * len(layers.shapes)).describe()
-        logger.info("kvquant: blocks of %d tokens: %s", tier.block_tokens, "; ".join(described.splitlines()))
-        return _Worker(engine, layers, self.blocks_per_chunk)
+        _, *described = self.policy.resolve(["full_attention"] * len(layers.shapes)).describe().splitlines()
+        logger.info("kvquant: blocks of %d tokens; %s", tier.block_tokens, "; ".join(map(str.strip, described)))
+        return Worker(engine, layers, self.blocks_per_chunk)
+
+
+class KVQuantConnector(OffloadingConnector):
+    """vLLM's connector, but that of a prompt of which every block is stored it counts one token less as loaded.
+
+    vLLM computes that token anyway, for its logits, and its own connector counts it as cached. Named as
+    ``kv_connector``, with ``kv_connector_module_path`` this module.
+    """
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens to load beyond those that vLLM holds, and whether there are any; None: ask again."""
+        found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found is not None:
+            found = min(found, request.num_tokens - 1 - num_computed_tokens)
+        return found, later and bool(found)
 
 
 def checked_options(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of ``kv_connector_extra_config``. Raises `StoreError` for what is none of them, or of another type."""
+    """The options of ``kv_connector_extra_config``. Raises `StoreError` for others, and for other types."""
     where = "kv_connector_extra_config"
     unknown = sorted(str(name) for name in extra if name not in OPTIONS + _OTHERS)
     if unknown:
@@ -250,123 +205,3 @@ def identity_of(vllm_config: Any, policy: PrecisionPolicy, dtype: torch.dtype, t
         adapter="" if vllm_config.lora_config is None else unknown,
         tenant=tenant,
     )
-
-
-class _Manager(OffloadingManager):  # type: ignore[misc]
-    """The scheduler's side: which blocks are there. What it says is there, it has read, and keeps until it is loaded."""
-
-    def __init__(self, engine: _Engine, block_tokens: int) -> None:
-        self._engine, self._block_tokens = engine, block_tokens
-        self._read: dict[bytes, list[KVBlock]] = {}
-        self._holders: dict[bytes, set[str]] = {}  # requests that are to load it
-        self._storing: set[bytes] = set()
-        self._told: dict[str, int] = {}
-
-    def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
-        if not any(req_context.load_tier_filter.allows(medium, Locality.LOCAL) for medium in Medium):
-            return LookupResult.MISS
-        if key not in self._read:
-            if key in self._storing:
-                return LookupResult.HIT_PENDING
-            blocks = self._engine.tier.fetch(key) if self._engine.open else None
-            if blocks is None:
-                return LookupResult.MISS
-            self._read[key], self._holders[key] = blocks, set()
-        self._holders[key].add(req_context.req_id)
-        return LookupResult.HIT
-
-    def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> LoadStoreSpec:
-        load = _Load([self._read[key] for key in keys])
-        self._let_go(self._read.keys() - set(keys), req_context.req_id)
-        return load
-
-    def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
-        self._let_go(keys, req_context.req_id)
-
-    def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput | None:
-        if not self._engine.open:
-            return None
-        new = [key for key in keys if key not in self._storing and key not in self._engine.tier]
-        self._storing.update(new)
-        first = [req_context.get_offload_key_position(key) == self._block_tokens for key in new]
-        return PrepareStoreOutput(new, _Store(new, first, self._engine.generation), evicted_keys=[])
-
-    def complete_store(self, keys: Collection[bytes], req_context: ReqContext, success: bool = True) -> None:
-        self._storing.difference_update(keys)
-
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return RequestOffloadingContext()
-
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        self._let_go(list(self._read), req_context.req_id)
-
-    def reset_cache(self) -> None:
-        self._engine.generation += 1
-        self._read.clear()
-        self._holders.clear()
-        self._storing.clear()
-        if self._engine.open:
-            self._engine.tier.forget()
-
-    def get_stats(self) -> OffloadingConnectorStats | None:
-        """What was done since it was last asked."""
-        if not self._engine.open:
-            return None
-        stats, now = OffloadingConnectorStats(), self._engine.tier.stats()
-        for name in _METRICS:
-            count = getattr(now, name)
-            if count > self._told.get(name, 0):
-                stats.increase_counter(f"kvquant:{name}", count - self._told.get(name, 0))
-            self._told[name] = count
-        return None if stats.is_empty() else stats
-
-    def shutdown(self) -> None:
-        self._engine.close()
-
-    def _let_go(self, keys: Collection[bytes], request: str) -> None:
-        for key in keys:
-            if key in self._holders:
-                self._holders[key].discard(request)
-                if not self._holders[key]:
-                    del self._read[key], self._holders[key]
-
-
-class _Worker(OffloadingWorker):  # type: ignore[misc]
-    """Moves blocks between vLLM's cache and the tier, in the calling thread: threads beside it would slow it down."""
-
-    def __init__(self, engine: _Engine, layers: Layers, blocks_per_chunk: int) -> None:
-        self._engine, self._layers, self._per = engine, layers, blocks_per_chunk
-        self._finished: list[TransferResult] = []
-
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: _Store) -> bool:
-        began, before = time.perf_counter(), self._engine.tier.payload_bytes
-        valid = self._engine.open and dst_spec.generation == self._engine.generation
-        if valid and len(src_spec.block_ids) == len(dst_spec.names) * self._per:
-            ids = torch.from_numpy(src_spec.block_ids).long()
-            read = partial(self._layers.read, ids=ids, per=self._per)
-            self._engine.tier.put(dst_spec.names, dst_spec.first, read)
-        self._done(job_id, self._engine.tier.payload_bytes - before, began)
-        return True  # what was not stored is missed later
-
-    def submit_load(self, job_id: int, src_spec: _Load, dst_spec: GPULoadStoreSpec) -> bool:
-        began, tier = time.perf_counter(), self._engine.tier
-        ids = torch.from_numpy(dst_spec.block_ids).long()
-        skip = dst_spec.block_indices[0] % self._per
-        for layer in range(len(self._layers.pages)):
-            states = tier.decode(layer, [block[layer] for block in src_spec.blocks])
-            self._layers.write(layer, states, ids, skip)
-        self._done(job_id, sum(each.nbytes for block in src_spec.blocks for each in block), began)
-        return True
-
-    def get_finished(self) -> list[TransferResult]:
-        finished, self._finished = self._finished, []
-        return finished
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Nothing is ever under way."""
-
-    def shutdown(self) -> None:
-        self._engine.close()
-
-    def _done(self, job_id: int, nbytes: int, began: float) -> None:
-        self._finished.append(TransferResult(job_id, True, nbytes, time.perf_counter() - began))

@@ -50,7 +50,7 @@ class Layers:
             self.shapes.append(LayerShape(module.num_kv_heads, module.head_size, module.head_size))
 
     def read(self, layer: int, ids: Tensor, per: int) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values of pages, ``per`` of them after one another: ``[ids / per, heads, tokens, dim]``."""
+        """Copies of keys and values of pages, each ``per`` of them as one: ``[ids / per, heads, tokens, dim]``."""
         pages = self.pages[layer]
         keys, values = self.layouts[layer].read(pages, ids.to(pages.device))
         return _joined(keys, per), _joined(values, per)
@@ -60,7 +60,7 @@ class Layers:
         pages = self.pages[layer]
         first, last = skip * self.tokens, (skip + len(ids)) * self.tokens
         parts = [
-            side[:, first:last].unflatten(1, (len(ids), self.tokens)).transpose(0, 1).to(pages.device)
+            side[:, first:last].reshape(len(side), len(ids), self.tokens, -1).transpose(0, 1).to(pages.device)
             for side in states
         ]
         self.layouts[layer].write(pages, ids.to(pages.device), *parts)
@@ -98,4 +98,5 @@ def _learned(name: str, module: Any, pages: Tensor, tokens: int) -> PageLayout:
 
 def _joined(states: Tensor, per: int) -> Tensor:
     """Pages ``[pages, heads, tokens, dim]``, each ``per`` as one: ``[pages / per, heads, per * tokens, dim]``."""
-    return states.unflatten(0, (-1, per)).transpose(1, 2).flatten(2, 3) if per > 1 else states
+    pages, heads, tokens, dim = states.shape
+    return states.view(-1, per, heads, tokens, dim).transpose(1, 2).reshape(pages // per, heads, per * tokens, dim)
