@@ -74,9 +74,9 @@ class TierStats:
     def __str__(self) -> str:
         times = self.engine_bytes / self.payload_bytes if self.payload_bytes else 1.0
         return (
-            f"{self.stored} blocks stored in {self.payload_bytes / 2**20:.1f} MiB, {self.saved_bytes / 2**20:.1f} MiB "
-            f"less than in the engine ({times:.2f} times the tokens), {self.loaded} loaded, {self.misses} misses, "
-            f"{self.damaged} damaged, {self.dropped} dropped; {self.store_seconds:.3f} s storing, "
+            f"{self.stored} blocks stored, {self.engine_bytes / 2**20:.1f} MiB of the engine's cache in "
+            f"{self.payload_bytes / 2**20:.1f} MiB ({times:.2f} times the tokens), {self.loaded} loaded, "
+            f"{self.misses} misses, {self.damaged} damaged, {self.dropped} dropped; {self.store_seconds:.3f} s storing, "
             f"{self.load_seconds:.3f} s loading; {self.store}"
         )
 

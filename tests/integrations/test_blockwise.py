@@ -211,7 +211,7 @@ def test_counts():
     assert stats.engine_bytes == 2 * BLOCK * 2 * sum(s.heads * (s.key_dim + s.value_dim) for s in SHAPES)
     assert stats.payload_bytes == sum(len(kept.store.get(kept.key(name))) for name in (b"a", b"b"))
     assert stats.saved_bytes == stats.engine_bytes - stats.payload_bytes
-    assert "2 blocks stored in " in str(stats)
+    assert "2 blocks stored, 0.0 MiB of the engine's cache in 0.0 MiB (" in str(stats)
     assert "kvquant_tier_stored_blocks_total 2\n" in stats.prometheus()
     assert 'kvquant_tier_store_used_bytes{tier="host"}' in stats.prometheus()
 
