@@ -154,19 +154,20 @@ class BlockTier:
 
     def fetch(self, name: bytes) -> list[KVBlock] | None:
         """A block's layers, every byte verified, or None; a damaged one is forgotten."""
-        began, key = time.perf_counter(), self.key(name)
-        payload = None
+        began, key, damaged = time.perf_counter(), self.key(name), 0
+        blocks = None
         try:
+            there = key in self.store
             payload = self.store.get(key)
+            damaged = int(there and payload is None)  # the disk's own checksum says so
             blocks = None if payload is None else self._parsed(key, payload)
         except FormatError as error:
             warnings.warn(f"a stored block is damaged, and recomputed: {error}", KVQuantWarning, stacklevel=2)
             self.store.delete([key])
-            blocks = None
-            self._count("load", began, damaged=1)
+            damaged = 1
         except StoreError:  # closed
-            blocks = None
-        self._count("load", began, **{"misses" if blocks is None else "loaded": 1})
+            pass
+        self._count("load", began, damaged=damaged, **{"misses" if blocks is None else "loaded": 1})
         return blocks
 
     def decode(self, layer: int, blocks: Sequence[KVBlock]) -> tuple[Tensor, Tensor]:

@@ -91,6 +91,7 @@ class Manager(OffloadingManager):
         self._holders: dict[bytes, set[str]] = {}  # requests that are to load it
         self._storing: set[bytes] = set()
         self._chains: dict[str, dict[bytes, int]] = {}  # of each request, its blocks and where they end
+        self._distrusting: set[str] = set()  # requests that met a damaged block, and store anew what follows it
         self._told: dict[str, int] = {}
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
@@ -101,8 +102,11 @@ class Manager(OffloadingManager):
         if key not in self._read:
             if key in self._storing:
                 return LookupResult.HIT_PENDING
+            there = self._engine.open and key in self._engine.tier
             blocks = self._engine.tier.fetch(key) if self._engine.open else None
             if blocks is None:
+                if there:
+                    self._distrusting.add(req_context.req_id)
                 return LookupResult.MISS
             self._read[key], self._holders[key] = blocks, set()
         self._holders[key].add(req_context.req_id)
@@ -123,7 +127,8 @@ class Manager(OffloadingManager):
         if not self._engine.open:
             return None
         self._note(keys, req_context)
-        new = [key for key in keys if key not in self._storing and key not in self._engine.tier]
+        anew = req_context.req_id in self._distrusting
+        new = [key for key in keys if key not in self._storing and (anew or key not in self._engine.tier)]
         self._storing.update(new)
         first = [req_context.get_offload_key_position(key) == self._block_tokens for key in new]
         return PrepareStoreOutput(new, Store(new, first, self._engine.generation), evicted_keys=[])
@@ -139,6 +144,7 @@ class Manager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Its blocks count as used, the first one last."""
         self._let_go(list(self._read), req_context.req_id)
+        self._distrusting.discard(req_context.req_id)
         chain = self._chains.pop(req_context.req_id, {})
         if self._engine.open:
             self._engine.tier.touch(sorted(chain, key=chain.__getitem__))

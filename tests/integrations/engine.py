@@ -85,6 +85,18 @@ def the_tier():
     return found.tier
 
 
+def states(llm):
+    """Keys and values of all that vLLM's prefix cache holds, by block's hash, layer after layer."""
+    import torch
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    layers = get_kv_transfer_group().connector_worker.worker._layers
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    held = {bytes(block.block_hash): block.block_id for block in pool.blocks if block.block_hash is not None}
+    numbers = torch.tensor([held[name] for name in sorted(held)])
+    return [side for layer in range(len(layers.pages)) for side in layers.read(layer, numbers, per=1)]
+
+
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     os.environ.update(given.get("environment", {}))

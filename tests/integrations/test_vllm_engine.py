@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.integrations.engine import BLOCK, VLLM_BLOCK, prompt, run, save_model, start, stop, the_tier
+from tests.integrations.engine import BLOCK, VLLM_BLOCK, prompt, run, save_model, start, states, stop, the_tier
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's, and of what it loads
 
@@ -67,21 +67,11 @@ def test_the_same_text_after_loading(llm, expected):
 
 def test_pages_hold_what_they_held(llm):
     """Not only the text: every loaded byte is the computed one."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    layers = get_kv_transfer_group().connector_worker.worker._layers
-    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-
-    def states():
-        """Keys and values of the prompt, wherever they lie."""
-        run(llm, prompt(PROMPT + 1), tokens=1)
-        held = {bytes(block.block_hash): block.block_id for block in pool.blocks if block.block_hash is not None}
-        numbers = torch.tensor([held[name] for name in sorted(held)])
-        return [side for layer in range(len(layers.pages)) for side in layers.read(layer, numbers, per=1)]
-
-    computed = states()
+    run(llm, prompt(PROMPT + 1), tokens=1)
+    computed = states(llm)
     assert llm.reset_prefix_cache()
-    loaded = states()
+    run(llm, prompt(PROMPT + 1), tokens=1)
+    loaded = states(llm)
     assert computed[0].shape == (PROMPT // VLLM_BLOCK, 2, VLLM_BLOCK, 32)
     assert all(map(torch.equal, computed, loaded))
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.integrations import engine
-from tests.integrations.engine import BLOCK, prompt, run, save_model, start, stop, the_tier
+from kvquant.testing import relative_rms
+from tests.integrations.engine import BLOCK, prompt, run, save_model, start, states, stop, the_tier
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's, and of what it loads
 
-PROMPT = 5 * BLOCK
+PROMPT, SINKS = 5 * BLOCK, 4
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +27,10 @@ def model(tmp_path_factory):
 
 def test_preempted_requests_go_on_as_they_would(model):
     prompts = [prompt(2 * BLOCK + 7, seed) for seed in range(6)]
-    plain = start(model)
+    plain = start(model, max_model_len=512)
     texts, _ = run(plain, *prompts, tokens=100)
     stop(plain)
-    tight = start(model, extra={"policy": "fp16", "host_budget": "64MiB"}, num_gpu_blocks_override=34)
+    tight = start(model, extra={"policy": "fp16", "host_budget": "64MiB"}, num_gpu_blocks_override=34, max_model_len=512)
     metrics = tight.llm_engine.engine_core.engine_core.scheduler
     preempted = []
     original = metrics._preempt_request
@@ -50,20 +51,24 @@ def test_preempted_requests_go_on_as_they_would(model):
 
 def test_int4_behind_vllms_own_connector(tmp_path):
     model = save_model(tmp_path, num_key_value_heads=4, hidden_size=256)
-    plain = start(model, dtype="bfloat16")
-    (exact,), _ = run(plain, prompt(PROMPT))
-    stop(plain)
     llm = start(model, "OffloadingConnector", {"policy": "int4", "host_budget": "64MiB"}, dtype="bfloat16")
     (computed,), _ = run(llm, prompt(PROMPT))
+    exact = states(llm)
     assert llm.reset_prefix_cache()
     (loaded,), (cached,) = run(llm, prompt(PROMPT))
+    found = states(llm)
     stats = the_tier().stats()
     stop(llm)
-    assert computed == exact
-    assert loaded[0] == exact[0]
+    assert len(loaded) == len(computed) == 12
     assert cached == PROMPT  # as vLLM counts: it computes one of them all the same
     assert (stats.stored, stats.loaded) == (5, 5)
     assert stats.engine_bytes / stats.payload_bytes > 3.2
+    errors = [relative_rms(one, other) for one, other in zip(found, exact, strict=True)]
+    assert 0.02 < min(errors) <= max(errors) < 0.15
+    for one, other in zip(found, exact, strict=True):
+        same = (one == other).all(dim=-1).all(dim=1)  # [blocks, tokens] of vLLM's
+        firsts = same[:, :SINKS].all(dim=1) & ~same[:, SINKS:].any(dim=1)
+        assert firsts.sum() == 1  # the sequence's first tokens are as they were
 
 
 def alone(model, folder, **more):
