@@ -76,8 +76,8 @@ class TierStats:
         return (
             f"{self.stored} blocks stored, {self.engine_bytes / 2**20:.1f} MiB of the engine's cache in "
             f"{self.payload_bytes / 2**20:.1f} MiB ({times:.2f} times the tokens), {self.loaded} loaded, "
-            f"{self.misses} misses, {self.damaged} damaged, {self.dropped} dropped; {self.store_seconds:.3f} s storing, "
-            f"{self.load_seconds:.3f} s loading; {self.store}"
+            f"{self.misses} misses, {self.damaged} damaged, {self.dropped} dropped; "
+            f"{self.store_seconds:.3f} s storing, {self.load_seconds:.3f} s loading; {self.store}"
         )
 
     def prometheus(self, prefix: str = "kvquant_tier") -> str:

@@ -97,6 +97,10 @@ class KVQuantOffloadingSpec(OffloadingSpec):
         """What vLLM exports to Prometheus, and logs."""
         return {f"kvquant:{name}": OffloadingCounterMetadata(documentation=told) for name, told in METRICS.values()}
 
+    def open_store(self) -> TieredStore:
+        """The tiers that the options tell of. Raises `StoreError`."""
+        return TieredStore(**{name: self.options[name] for name in ("host_budget", "disk_budget", "disk_path")})
+
     def get_manager(self) -> OffloadingManager:
         """The scheduler's side. Raises `UnsupportedError` where the worker is in another process."""
         engine = ENGINES.get(self.config.engine_id)
@@ -119,7 +123,7 @@ class KVQuantOffloadingSpec(OffloadingSpec):
         layers = Layers(vllm_config, self.config.groups[0].layer_names, kv_caches, self.tokens)
         disk = self.options["disk_path"] is not None
         identity = identity_of(vllm_config, self.policy, layers.dtype, self.options["tenant"] or "", disk)
-        store = TieredStore(**{name: self.options[name] for name in ("host_budget", "disk_budget", "disk_path")})
+        store = self.open_store()
         try:
             tier = BlockTier(self.policy, layers.shapes, layers.dtype, store, identity.digest())
         except BaseException:

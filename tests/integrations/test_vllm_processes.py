@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations import engine
 from kvquant.testing import relative_rms
+from tests.integrations import engine
 from tests.integrations.engine import BLOCK, prompt, run, save_model, start, states, stop, the_tier
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's, and of what it loads
@@ -30,7 +30,8 @@ def test_preempted_requests_go_on_as_they_would(model):
     plain = start(model, max_model_len=512)
     texts, _ = run(plain, *prompts, tokens=100)
     stop(plain)
-    tight = start(model, extra={"policy": "fp16", "host_budget": "64MiB"}, num_gpu_blocks_override=34, max_model_len=512)
+    extra = {"policy": "fp16", "host_budget": "64MiB"}
+    tight = start(model, extra=extra, num_gpu_blocks_override=34, max_model_len=512)
     metrics = tight.llm_engine.engine_core.engine_core.scheduler
     preempted = []
     original = metrics._preempt_request
@@ -76,9 +77,8 @@ def alone(model, folder, **more):
     given = {"model": model, "tokens": PROMPT, "extra": {"policy": "fp16"} | folder} | more
     here = str(Path(__file__).parent.parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    done = subprocess.run(
-        [sys.executable, engine.__file__, json.dumps(given)], capture_output=True, text=True, env=environment, timeout=600
-    )
+    command = [sys.executable, engine.__file__, json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     found = re.search("^RESULT (.*)$", done.stdout, re.MULTILINE)
     return json.loads(found[1]) if found else done.stdout + done.stderr
 
