@@ -47,7 +47,7 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
-class TierStats:
+class BlockTierStats:
     """A snapshot of a `BlockTier`: counts since it was opened, and what its store holds.
 
     ``engine_bytes`` are those that the blocks stored take in the engine's cache, ``payload_bytes`` those they were
@@ -57,7 +57,7 @@ class TierStats:
 
     stored: int
     loaded: int
-    misses: int
+    missed: int
     damaged: int
     dropped: int
     engine_bytes: int
@@ -76,16 +76,16 @@ class TierStats:
         return (
             f"{self.stored} blocks stored, {self.engine_bytes / 2**20:.1f} MiB of the engine's cache in "
             f"{self.payload_bytes / 2**20:.1f} MiB ({times:.2f} times the tokens), {self.loaded} loaded, "
-            f"{self.misses} misses, {self.damaged} damaged, {self.dropped} dropped; "
+            f"{self.missed} missed, {self.damaged} damaged, {self.dropped} dropped; "
             f"{self.store_seconds:.3f} s storing, {self.load_seconds:.3f} s loading; {self.store}"
         )
 
     def prometheus(self, prefix: str = "kvquant_tier") -> str:
-        """The snapshot in Prometheus' text format, the store's after it."""
+        """The snapshot in Prometheus' text format; ``store`` has its own."""
         metrics = [
             Metric("stored_blocks_total", "counter", "Blocks stored.", self.stored),
             Metric("loaded_blocks_total", "counter", "Blocks given back.", self.loaded),
-            Metric("missed_blocks_total", "counter", "Blocks asked for that were not there.", self.misses),
+            Metric("missed_blocks_total", "counter", "Blocks asked for that were not there.", self.missed),
             Metric("damaged_blocks_total", "counter", "Blocks found damaged, and missed.", self.damaged),
             Metric("dropped_blocks_total", "counter", "Blocks that could not be stored.", self.dropped),
             Metric("engine_bytes_total", "counter", "Bytes in the engine of the blocks stored.", self.engine_bytes),
@@ -93,7 +93,7 @@ class TierStats:
             Metric("store_seconds_total", "counter", "Time spent encoding and storing.", self.store_seconds),
             Metric("load_seconds_total", "counter", "Time spent reading and decoding.", self.load_seconds),
         ]
-        return exposition(prefix, metrics) + self.store.prometheus(f"{prefix}_store")
+        return exposition(prefix, metrics)
 
 
 class BlockTier:
@@ -167,7 +167,7 @@ class BlockTier:
             damaged = 1
         except StoreError:  # closed
             pass
-        self._count("load", began, damaged=damaged, **{"misses" if blocks is None else "loaded": 1})
+        self._count("load", began, damaged=damaged, **{"missed" if blocks is None else "loaded": 1})
         return blocks
 
     def decode(self, layer: int, blocks: Sequence[KVBlock]) -> tuple[Tensor, Tensor]:
@@ -194,13 +194,13 @@ class BlockTier:
         self.store.delete([key for key in found if isinstance(key, bytes) and key.startswith(mine)])
         self._namespace = hashlib.blake2b(self._namespace + os.urandom(16), digest_size=32).digest()
 
-    def stats(self) -> TierStats:
+    def stats(self) -> BlockTierStats:
         """What was done, and what is held."""
         with self._lock:
-            names = ("stored", "loaded", "misses", "damaged", "dropped", "engine_bytes", "payload_bytes")
+            names = ("stored", "loaded", "missed", "damaged", "dropped", "engine_bytes", "payload_bytes")
             counts = {name: self._counts[name] for name in names}
             store, load = self._seconds["store"], self._seconds["load"]
-        return TierStats(**counts, store_seconds=store, load_seconds=load, store=self.store.stats())
+        return BlockTierStats(**counts, store_seconds=store, load_seconds=load, store=self.store.stats())
 
     def close(self) -> None:
         """Close the store; what is in memory goes to the disk, as far as there is room."""

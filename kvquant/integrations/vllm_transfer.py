@@ -34,7 +34,7 @@ from .vllm_cache import Layers
 
 logger = init_logger("vllm.kvquant")  # vLLM shows what is below its own name
 
-METRICS = {  # fields of `TierStats`
+METRICS = {  # fields of `BlockTierStats`
     "stored": ("stored_blocks", "Blocks that kvquant stored."),
     "loaded": ("loaded_blocks", "Blocks that kvquant gave back."),
     "damaged": ("damaged_blocks", "Blocks that were found damaged, and recomputed."),
