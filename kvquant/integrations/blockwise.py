@@ -36,6 +36,8 @@ from ..store.tiered import TieredStore
 States = Callable[[int], tuple[Tensor, Tensor]]
 """Gives a layer's keys and values of some blocks, ``[blocks, heads, block_tokens, dim]`` each."""
 
+_COUNTS = ("stored", "loaded", "missed", "damaged", "dropped", "engine_bytes", "payload_bytes")
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -194,22 +196,21 @@ class BlockTier:
         self.store.delete([key for key in found if isinstance(key, bytes) and key.startswith(mine)])
         self._namespace = hashlib.blake2b(self._namespace + os.urandom(16), digest_size=32).digest()
 
+    def counts(self) -> dict[str, int]:
+        """The whole numbers of `stats`, at no cost however much is held."""
+        with self._lock:
+            return {name: self._counts[name] for name in _COUNTS}
+
     def stats(self) -> BlockTierStats:
         """What was done, and what is held."""
+        counts = self.counts()
         with self._lock:
-            names = ("stored", "loaded", "missed", "damaged", "dropped", "engine_bytes", "payload_bytes")
-            counts = {name: self._counts[name] for name in names}
             store, load = self._seconds["store"], self._seconds["load"]
         return BlockTierStats(**counts, store_seconds=store, load_seconds=load, store=self.store.stats())
 
     def close(self) -> None:
         """Close the store; what is in memory goes to the disk, as far as there is room."""
         self.store.close()
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes stored so far."""
-        return self._counts["payload_bytes"]
 
     def _zeros(self, layer: int) -> tuple[Tensor, Tensor]:
         shape = self.shapes[layer]

@@ -162,9 +162,9 @@ class Manager(OffloadingManager):
         """What was done since it was last asked."""
         if not self._engine.open:
             return None
-        stats, now = OffloadingConnectorStats(), self._engine.tier.stats()
+        stats, now = OffloadingConnectorStats(), self._engine.tier.counts()
         for field, (name, _) in METRICS.items():
-            count = getattr(now, field)
+            count = now[field]
             if count > self._told.get(field, 0):
                 stats.increase_counter(f"kvquant:{name}", count - self._told.get(field, 0))
             self._told[field] = count
@@ -196,13 +196,13 @@ class Worker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Store) -> bool:
         """Encode blocks of vLLM's cache, and store them."""
-        began, before = time.perf_counter(), self._engine.tier.payload_bytes
+        began, before = time.perf_counter(), self._engine.tier.counts()["payload_bytes"]
         valid = self._engine.open and dst_spec.generation == self._engine.generation
         if valid and len(src_spec.block_ids) == len(dst_spec.names) * self._per:
             ids = torch.from_numpy(src_spec.block_ids).long()
             read = partial(self._layers.read, ids=ids, per=self._per)
             self._engine.tier.put(dst_spec.names, dst_spec.first, read)
-        self._done(job_id, self._engine.tier.payload_bytes - before, began)
+        self._done(job_id, self._engine.tier.counts()["payload_bytes"] - before, began)
         return True  # what was not stored is missed later
 
     def submit_load(self, job_id: int, src_spec: Load, dst_spec: GPULoadStoreSpec) -> bool:
