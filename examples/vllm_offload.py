@@ -46,7 +46,8 @@ def main() -> None:
     rows = []
     for policy in given.policies.split(","):
         command = [sys.executable, __file__, "--one", policy, f"--tokens={given.tokens}", f"--turns={given.turns}"]
-        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+        environment = {"OMP_WAIT_POLICY": "passive"} | os.environ  # spinning threads crawl where cores are shared
+        environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
         rows += [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
     full = next((row["stored_bytes"] for row in rows if row["policy"] == "fp16"), None)
