@@ -16,6 +16,7 @@ import kvquant
 from kvquant import KVQuantCache, TieredStore
 from kvquant.cache.stats import CacheStats, LayerStats
 from kvquant.exposition import Metric, by, exposition
+from kvquant.integrations.blockwise import BlockTierStats
 from kvquant.store.base import StoreStats, TierStats
 from kvquant_eval.store import Kind, Stats
 from tests.models import generate, prompt, small, tiny
@@ -68,7 +69,8 @@ STORE = StoreStats(
     faults={"no space": 2},
 )
 FOLDER = Stats([Kind("sessions", 2, 300), Kind("prefixes", 0, 0)], 300, {"slab.bin": 512}, 42)
-ALL = {**parsed(CACHE.prometheus()), **parsed(STORE.prometheus()), **parsed(FOLDER.prometheus())}
+TIER = BlockTierStats(3, 2, 1, 1, 0, 4096, 1024, 0.5, 0.25, STORE)
+ALL = {name: told for stats in (CACHE, STORE, FOLDER, TIER) for name, told in parsed(stats.prometheus()).items()}
 
 
 def test_values_come_back():
@@ -107,7 +109,7 @@ def test_an_empty_store_names_the_same_metrics():
 
 
 def test_nothing_that_is_counted_is_left_out():
-    for stats, derived in ((CACHE, {"layers"}), (STORE, {"tiers"})):
+    for stats, derived in ((CACHE, {"layers"}), (STORE, {"tiers"}), (TIER, {"store"})):
         text = stats.prometheus()
         for field in {field.name for field in fields(stats)} - derived:
             words = field.replace("kv_bytes", "bytes").replace("other", "passed_through").split("_")

@@ -1,1 +1,1 @@
-"""Adapters to serving engines, one a file. An engine is imported when its adapter's class is first asked for."""
+"""Adapters to serving engines, one engine a file. None is imported before it is named."""
