@@ -31,35 +31,15 @@ def streamed_attention(
     ``[rows, query heads, new, dim]`` in the query's dtype.
     """
     kv_heads = segments[0][0].heads
-    return attend_in_portions(
-        query, [segments], False, kv_heads, dim, scale=scale, softcap=softcap, sinks=sinks, memo=memo
-    )
-
-
-def attend_in_portions(
-    query: Tensor,
-    portions: Iterable[Sequence[Sequence[Segment]]],
-    several: bool,
-    kv_heads: int,
-    dim: int | None = None,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    memo: Memo | None = None,
-) -> Tensor:
-    """`streamed_attention` over segments that come in portions, each done with when the next is taken.
-
-    A row has its newest tokens in the first portion, and may have nothing in others.
-    """
-    attention = InPortions(query, several, kv_heads, dim, scale=scale, softcap=softcap, sinks=sinks, memo=memo)
-    for segments in portions:
-        attention.add(segments)
-    return attention.result()
+    attention = InPortions(query, False, kv_heads, dim, scale=scale, softcap=softcap, sinks=sinks, memo=memo)
+    return attention.over([segments])
 
 
 class InPortions:
-    """Attention in the making: portions of segments are added as they come; see `attend_in_portions`."""
+    """`streamed_attention` over segments that come in portions, ``several`` or one.
+
+    Each is done with when the next is taken. A row has its newest tokens in the first, and may have nothing in others.
+    """
 
     def __init__(
         self,
@@ -84,6 +64,12 @@ class InPortions:
         self._once: tuple[Tensor | None, Memo | None] = sinks, memo
         self._shape, self._dtype = (rows, heads, new, dim), query.dtype
         self._found: tuple[Tensor, Tensor] | None = None
+
+    def over(self, portions: Iterable[Sequence[Sequence[Segment]]]) -> Tensor:
+        """Attention over all ``portions``; see `result`."""
+        for segments in portions:
+            self.add(segments)
+        return self.result()
 
     def add(self, segments: Sequence[Sequence[Segment]]) -> None:
         """Attend to a portion: what each row has in it."""

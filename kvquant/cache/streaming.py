@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..attention.streamed import InPortions, attend_in_portions
+from ..attention.streamed import InPortions
 from ..errors import KVQuantWarning
 from ..kernels import Dense, Memo, Sealed, Segment, decoding_pays
 from ..keybias import BiasScores, KeyBias
@@ -160,7 +160,7 @@ def attend(plain: Plain, module: Any, query: Tensor, key: Tensor, value: Tensor,
         return plain.attend(module, query, *decoded(keys, values), mask, **given)
     several, read = segments.layer.blocks.read(keys.call)
     portions = segments.of(read, keys, values, [*query])
-    output = attend_in_portions(query, portions, several, memo=segments.memo, **_how(segments, keys, values, given))
+    output = InPortions(query, several, memo=segments.memo, **_how(segments, keys, values, given)).over(portions)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -17,25 +17,8 @@ import kvquant
 from kvquant import KVQuantCache, KVQuantWarning
 from kvquant.arena import SlotPool
 from kvquant.cache.hooks import why_decoded
-from kvquant.cache.packing import PackedMask
 from tests.models import FAMILIES, feed, prompt, small, tiny
-from tests.packing import POLICIES, Pair, enabled, packed
-
-
-@pytest.fixture(params=POLICIES)
-def policy(request):
-    return POLICIES[request.param]
-
-
-@pytest.fixture
-def unmade(monkeypatch):
-    """Masks are never made: nothing is as large as tokens by tokens."""
-
-    def made(mask):
-        raise AssertionError(f"a mask of {tuple(mask.shape)} was made")
-
-    monkeypatch.setattr(PackedMask, "solid", made)
-
+from tests.packed.pairs import POLICIES, Pair, enabled, packed
 
 # --- equal to each row alone ---
 

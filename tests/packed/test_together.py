@@ -13,22 +13,7 @@ from kvquant import KVQuantCache
 from kvquant.cache.packing import PackedMask
 from kvquant.store.tiered import TieredStore
 from tests.models import feed, generate, prompt, small, tiny
-from tests.packing import POLICIES, WINDOWED, Pair, enabled, packed
-
-
-@pytest.fixture(params=POLICIES)
-def policy(request):
-    return POLICIES[request.param]
-
-
-@pytest.fixture
-def unmade(monkeypatch):
-    """Masks are never made: nothing is as large as tokens by tokens."""
-
-    def made(mask):
-        raise AssertionError(f"a mask of {tuple(mask.shape)} was made")
-
-    monkeypatch.setattr(PackedMask, "solid", made)
+from tests.packed.pairs import POLICIES, WINDOWED, Pair, enabled, packed
 
 
 def padded(pair):

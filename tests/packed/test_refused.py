@@ -12,25 +12,8 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import kvquant
 from kvquant import CacheStateError, KVQuantCache, KVQuantWarning, UnsupportedError
-from kvquant.cache.packing import PackedMask
 from tests.models import feed, prompt, tiny
-from tests.packing import POLICIES, Pair, enabled, packed
-
-
-@pytest.fixture(params=POLICIES)
-def policy(request):
-    return POLICIES[request.param]
-
-
-@pytest.fixture
-def unmade(monkeypatch):
-    """Masks are never made: nothing is as large as tokens by tokens."""
-
-    def made(mask):
-        raise AssertionError(f"a mask of {tuple(mask.shape)} was made")
-
-    monkeypatch.setattr(PackedMask, "solid", made)
-
+from tests.packed.pairs import POLICIES, Pair, enabled, packed
 
 # --- fallbacks ---
 
