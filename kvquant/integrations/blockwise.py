@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..blocks import KVBlock
 from ..compressor import BlockCompressor
-from ..errors import CodecError, FormatError, KVQuantWarning, PolicyError, StoreError
+from ..errors import CodecError, FormatError, KVQuantWarning, StoreError
 from ..exposition import Metric, exposition
 from ..policy import PrecisionPolicy
 from ..store.base import StoreStats
@@ -265,15 +265,6 @@ class BlockTier:
         with self._lock:
             self._counts.update(counts)
             self._seconds[stage] += time.perf_counter() - began
-
-
-def load_policy(name: str, given: object) -> PrecisionPolicy:
-    """A policy by the name of a preset or the path of a file. Raises `PolicyError`."""
-    if isinstance(given, PrecisionPolicy):
-        return given
-    if not isinstance(given, str) or not given:
-        raise PolicyError(f"{name}: {given!r:.80}; allowed: a preset's name, or a policy file's path")
-    return PrecisionPolicy.load(given)
 
 
 def _part_key(key: bytes, layer: int) -> bytes:

@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
-from ..errors import StoreError, UnsupportedError, shown
+from ..errors import UnsupportedError, shown
 from ..keys import Identity, settings_of
 from ..policy import PrecisionPolicy
 from ..store.tiered import TieredStore
-from .blockwise import BlockTier, load_policy
+from .blockwise import BlockTier
+from .settings import StoreSettings
 from .weights import weights_fingerprint
 
 SERVED = ("0.32",)  # whose interface this was written to, and is tested with
@@ -59,24 +60,23 @@ from vllm.v1.kv_offload.config import OffloadingConfig  # noqa: E402
 from .vllm_cache import Layers  # noqa: E402
 from .vllm_transfer import ENGINES, METRICS, Engine, Manager, Worker, logger  # noqa: E402
 
-OPTIONS = ("policy", "host_budget", "disk_budget", "disk_path", "tenant")
+_PLACE = "kv_connector_extra_config."
 _OTHERS = ("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only")  # vLLM reads them
 
 
 class KVQuantOffloadingSpec(OffloadingSpec):
     """Named in vLLM's ``kv_connector_extra_config``.
 
-    ``policy`` is a preset or a policy file; ``host_budget``, ``disk_budget`` and ``disk_path`` are `TieredStore`'s, at
-    least one tier; ``tenant`` is text that keeps this engine's blocks apart from others' on the same disk. vLLM's own
+    Options are those of `StoreSettings`: ``policy``, a preset or a policy file; ``host_budget``, ``disk_budget`` and
+    ``disk_path``, at least one tier; ``tenant`` and ``revision`` keep blocks apart on the same disk. vLLM's own
     ``block_size`` is ``policy.block_tokens`` whether given or not. Raises `UnsupportedError`, `PolicyError`,
     `StoreError`.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        options = checked_options(config.extra_config)
-        self.policy: PrecisionPolicy = load_policy("policy", options["policy"])
-        self.options = options
+        self.options = read_options(config.extra_config)
+        self.policy = self.options.load_policy(_PLACE)
         parallel = config.parallel
         sizes = {name: getattr(parallel, f"{name}_size") for name in ("tp", "pp", "pcp", "dcp")}
         if parallel.world_size != 1 or any(size != 1 for size in sizes.values()):
@@ -99,7 +99,7 @@ class KVQuantOffloadingSpec(OffloadingSpec):
 
     def open_store(self) -> TieredStore:
         """The tiers that the options tell of. Raises `StoreError`."""
-        return TieredStore(**{name: self.options[name] for name in ("host_budget", "disk_budget", "disk_path")})
+        return self.options.open_store(place=_PLACE)
 
     def get_manager(self) -> OffloadingManager:
         """The scheduler's side. Raises `UnsupportedError` where the worker is in another process."""
@@ -121,8 +121,7 @@ class KVQuantOffloadingSpec(OffloadingSpec):
                 f"(VLLM_ENABLE_V1_MULTIPROCESSING=0 where vLLM would start another, as it does on CPUs)"
             )
         layers = Layers(vllm_config, self.config.groups[0].layer_names, kv_caches, self.tokens)
-        disk = self.options["disk_path"] is not None
-        identity = identity_of(vllm_config, self.policy, layers.dtype, self.options["tenant"] or "", disk)
+        identity = identity_of(vllm_config, self.policy, layers.dtype, self.options)
         store = self.open_store()
         try:
             tier = BlockTier(self.policy, layers.shapes, layers.dtype, store, identity.digest())
@@ -151,19 +150,9 @@ class KVQuantConnector(OffloadingConnector):
         return found, later and bool(found)
 
 
-def checked_options(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of ``kv_connector_extra_config``. Raises `StoreError` for others, and for other types."""
-    where = "kv_connector_extra_config"
-    unknown = sorted(str(name) for name in extra if name not in OPTIONS + _OTHERS)
-    if unknown:
-        raise StoreError(f"{where}: {shown(unknown)}; allowed: {', '.join(OPTIONS + _OTHERS)}")
-    options = {name: extra.get(name) for name in OPTIONS}
-    if options["policy"] is None:
-        raise StoreError(f"{where}: no policy; allowed: a preset's name, or a policy file's path")
-    for name in ("policy", "disk_path", "tenant"):
-        if not isinstance(options[name], str | None) or options[name] == "":
-            raise StoreError(f"{where}: {name}: {shown(options[name])}; allowed: text")
-    return options
+def read_options(extra: Mapping[str, Any]) -> StoreSettings:
+    """Ours among the options of ``kv_connector_extra_config``. Raises `StoreError`."""
+    return StoreSettings.read({name: given for name, given in extra.items() if name not in _OTHERS}, _PLACE)
 
 
 def blocks_per_chunk(config: OffloadingConfig, block_tokens: int, tokens: int) -> int:
@@ -183,29 +172,29 @@ def blocks_per_chunk(config: OffloadingConfig, block_tokens: int, tokens: int) -
     return block_tokens // tokens
 
 
-def identity_of(vllm_config: Any, policy: PrecisionPolicy, dtype: torch.dtype, tenant: str, lasting: bool) -> Identity:
+def identity_of(vllm_config: Any, policy: PrecisionPolicy, dtype: torch.dtype, options: StoreSettings) -> Identity:
     """All besides vLLM's block hash that decides a block's bytes. The hash covers tokens, adapters' names and salts.
 
     Raises `UnsupportedError` where blocks are to outlast the process, but nothing tells the weights from others.
     """
-    model, unknown = vllm_config.model_config, os.urandom(16).hex()
+    model, unknown, lasting = vllm_config.model_config, os.urandom(16).hex(), options.disk_path is not None
     if vllm_config.load_config.load_format == "dummy":
         weights: str | None = f"dummy {model.seed}"
     else:
-        weights = weights_fingerprint(model.model, model.revision)
+        weights = weights_fingerprint(model.model, model.revision) or options.revision or None
     if weights is None and lasting:
         raise UnsupportedError(
             f"no weight files found of {shown(model.model)}, so that other weights might read its blocks from disk; "
-            f"allowed: a folder or hub name with files in its cache, or no disk_path"
+            f"allowed: a folder or hub name with files in its cache, a revision of yours, or no disk_path"
         )
     if vllm_config.lora_config is not None and lasting:
         logger.warning("kvquant: vLLM tells adapters by name alone, so blocks on disk are not read again once it ends")
     settings = {"engine": "vllm", "quantization": str(model.quantization), "config": settings_of(model.hf_config)}
     return Identity(
-        model=f"{model.revision} {weights or unknown}",
+        model=f"{model.revision} {options.revision} {weights or unknown}",
         policy=policy.fingerprint(),
         dtype=str(dtype),
         settings=json.dumps(settings, sort_keys=True),
         adapter="" if vllm_config.lora_config is None else unknown,
-        tenant=tenant,
+        tenant=options.tenant,
     )

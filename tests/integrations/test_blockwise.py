@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvquant import CodecError, KVQuantWarning, PolicyError, PrecisionPolicy, StoreError, TieredStore
-from kvquant.integrations.blockwise import BlockTier, LayerShape, load_policy
+from kvquant.integrations.blockwise import BlockTier, LayerShape
 from kvquant.keys import Identity
 from kvquant.store.base import ALIGNMENT
 from kvquant.testing import relative_rms
@@ -230,10 +230,6 @@ def test_what_does_not_fit():
         tier("fp16", layers={"7": "int8"})
     with pytest.raises(CodecError):
         BlockTier(policy(), SHAPES, torch.int8, TieredStore(host_budget="1MiB"), ID.digest())
-    for given_ in (None, "", 4, ["int4"], b"int4"):
-        with pytest.raises(PolicyError, match="^policy: .*; allowed: a preset's name, or a policy file's path$"):
-            load_policy("policy", given_)
-    assert load_policy("policy", "int4") == load_policy("policy", PrecisionPolicy.load("int4"))
 
 
 def test_threads():

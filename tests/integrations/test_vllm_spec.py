@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from kvquant import KVQuantError, PrecisionPolicy, TieredStore, UnsupportedError
 from kvquant.integrations import vllm as adapter
 from kvquant.integrations.blockwise import BlockTier, LayerShape
+from kvquant.integrations.settings import StoreSettings
 from kvquant.integrations.vllm_transfer import Engine, Manager
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's, and of what it loads
@@ -75,13 +76,14 @@ def test_versions():
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({}, "no policy"),
-        ({"policy": ""}, "policy: ''; allowed: text"),
-        ({"policy": 4}, "policy: 4; allowed: text"),
-        ({"policy": ["int4"]}, "policy: .*; allowed: text"),
+        ({}, "no tier: give at least one of"),
+        ({"policy": ""}, "neither a file nor a preset"),
+        ({"policy": 4}, "policy: 4; allowed: text or a mapping"),
+        ({"policy": ["int4"]}, "policy: .*; allowed: text or a mapping"),
+        ({"policy": {"name": "mine", "defualt": "int4"}}, "policy: "),
         ({"policy": "no-such-policy"}, "neither a file nor a preset"),
         ({"policy": "/etc"}, "neither a file nor a preset"),
-        ({"policy": "int4", "polcy": "int8"}, r"\['polcy'\]; allowed: policy, host_budget"),
+        ({"policy": "int4", "polcy": "int8"}, "polcy: unknown option; allowed: policy, host_budget"),
         ({"policy": "int4", "__class__": 1, "../x": 2}, "allowed: policy, host_budget"),
         ({"policy": "int4", 5: "x"}, "allowed: policy, host_budget"),
         ({"policy": "int4", "tenant": 7}, "tenant: 7; allowed: text"),
@@ -89,8 +91,8 @@ def test_versions():
         ({"policy": "int4"}, "no tier: give at least one of"),
         ({"policy": "int4", "host_budget": "lots"}, "host_budget: 'lots'; allowed: bytes"),
         ({"policy": "int4", "host_budget": -1}, "host_budget: -1; allowed: bytes"),
-        ({"policy": "int4", "host_budget": True}, "host_budget: True; allowed: bytes"),
-        ({"policy": "int4", "host_budget": {}}, "host_budget: {}; allowed: bytes"),
+        ({"policy": "int4", "host_budget": True}, "host_budget: True; allowed: a whole number or text"),
+        ({"policy": "int4", "host_budget": {}}, "host_budget: {}; allowed: a whole number or text"),
         ({"policy": "int4", "host_budget": "1e400GiB"}, "host_budget: .*; allowed: bytes"),
         ({"policy": "int4", "host_budget": 3}, "host_budget: 3 bytes hold nothing"),
         ({"policy": "int4", "disk_budget": "1GiB"}, "disk_path and disk_budget go together"),
@@ -107,7 +109,7 @@ def test_hostile_options(extra, message):
 
 def test_what_is_served():
     for tokens in (16, 32, 64, 128):
-        assert created(tokens=tokens).blocks_per_chunk == 128 // tokens
+        assert created(tokens=tokens).blocks_per_chunk == 138 // tokens
     assert created(GOOD | {"block_size": 128}, per=4).blocks_per_chunk == 4
     for tokens in (48, 256):
         with pytest.raises(UnsupportedError, match=f"^vLLM's blocks of {tokens} tokens, the policy's of 128; "):
@@ -154,11 +156,11 @@ def test_another_of_anything_is_another_identity(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(10000))
 
-    def digest(change=lambda config: None, chosen=None, dtype=torch.bfloat16, tenant=""):
+    def digest(change=lambda config: None, chosen=None, dtype=torch.bfloat16, **told):
         config = served(tmp_path)
         config.model_config.hf_config = copy.deepcopy(config.model_config.hf_config)
         change(config)
-        return adapter.identity_of(config, chosen or policy(), dtype, tenant, lasting=True).digest()
+        return adapter.identity_of(config, chosen or policy(), dtype, StoreSettings(disk_path="x", **told)).digest()
 
     def revision(config):
         config.model_config.revision = "other"
@@ -176,26 +178,36 @@ def test_another_of_anything_is_another_identity(tmp_path):
     assert known == digest()
     others = [digest(change) for change in (revision, quantized, rope, dummy)]
     others += [digest(chosen=policy(**other)) for other in ({"codec": "int8"}, {"group": 32}, {"block_tokens": 64})]
-    others += [digest(dtype=torch.float16), digest(tenant="other")]
+    others += [digest(dtype=torch.float16), digest(tenant="other"), digest(revision="other")]
     weights.write_bytes(bytes(9999) + b"\1")
     others.append(digest())
     weights.write_bytes(bytes(10001))
     others.append(digest())
-    assert len({known, *others}) == 12
+    assert len({known, *others}) == 13
 
 
 def test_adapters_known_by_name_alone_do_not_outlive_the_process(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(100))
     config = served(tmp_path)
     config.lora_config = object()
-    assert len({adapter.identity_of(config, policy(), torch.float32, "", True).digest() for _ in range(3)}) == 3
+    assert (
+        len(
+            {
+                adapter.identity_of(config, policy(), torch.float32, StoreSettings(disk_path="x")).digest()
+                for _ in range(3)
+            }
+        )
+        == 3
+    )
 
 
 def test_weights_that_nothing_tells_apart(tmp_path):
     with pytest.raises(UnsupportedError, match="^no weight files found of .*; allowed: a folder or hub"):
-        adapter.identity_of(served(tmp_path), policy(), torch.float32, "", lasting=True)
-    within = {adapter.identity_of(served(tmp_path), policy(), torch.float32, "", lasting=False).digest() for _ in "ab"}
+        adapter.identity_of(served(tmp_path), policy(), torch.float32, StoreSettings(disk_path="x"))
+    within = {adapter.identity_of(served(tmp_path), policy(), torch.float32, StoreSettings()).digest() for _ in "ab"}
     assert len(within) == 2
+    told = StoreSettings(disk_path="x", revision="mine")
+    assert len({adapter.identity_of(served(tmp_path), policy(), torch.float32, told).digest() for _ in "ab"}) == 1
 
 
 @pytest.fixture
