@@ -44,6 +44,8 @@ def written(store: kvquant.TieredStore | None) -> tuple[str, kvquant.KVQuantCach
 
 expected, cache = written(None)
 blocks = sum(layer.block_bytes for layer in cache.stats().layers)
+if not blocks:
+    parser.error(f"--text: its {ids.shape[1]} tokens fill no block; give a longer one")
 quarter = blocks // 4
 print(f"all on the device: {cache.stats()}; {blocks} bytes are blocks")
 with tempfile.TemporaryDirectory(dir=args.disk) as folder:

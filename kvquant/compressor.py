@@ -115,6 +115,10 @@ class BlockCompressor:
         `CodecError`.
         """
         self._check(k, v, start, "rows, heads, tokens, dim")
+        if (
+            start > self.block_tokens
+        ):  # which place in a block, and whether there is a first one: no more is asked of it
+            start = self.block_tokens + start % self.block_tokens
         padding = -(start + k.shape[2]) % self.block_tokens
         pool = SlotPool()
         table = Rows(pool, self.block_tokens, recent_tokens=0)
@@ -170,6 +174,8 @@ class BlockCompressor:
 
         Raises `FormatError` unless every byte is as it was written, and for blocks that `decompress` does not take.
         """
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise FormatError(f"block: {shown(data)}; allowed: bytes")
         block = KVBlock.from_bytes(data, _key_bytes(key))
         if misfit := self._misfit(block):
             raise FormatError(f"block: {misfit}")

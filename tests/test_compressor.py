@@ -414,3 +414,64 @@ def test_transformers_is_not_needed():
         "c.decompress(c.compress(torch.ones(1, 9, 8), torch.ones(1, 9, 8))); assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_a_start_far_on_takes_no_memory():
+    k, v = states(tokens=4)
+    near, far = (of().compress(k, v, start).to_bytes(KEY) for start in (2 * BLOCK + 3, 2**62 * BLOCK + 3))
+    assert near == far
+    assert of().compress(k, v, BLOCK).to_bytes(KEY) == of().compress(k, v, 2 * BLOCK).to_bytes(KEY)
+
+
+@pytest.mark.parametrize("data", ["abc", None, [1], torch.zeros(3)])
+def test_what_is_no_bytes_is_no_block(data):
+    with pytest.raises(FormatError, match="^block: .*; allowed: bytes$"):
+        of().from_bytes(data, KEY)
+
+
+def a(*shape):
+    return torch.randn(shape)
+
+
+@pytest.mark.parametrize(
+    ("query", "newest"),
+    [
+        (a(1, 4, 1, 16), Dense(a(2, 50, 16), a(2, 2, 24))),  # more keys than values
+        (a(1, 4, 1, 16), Dense(a(2, 2, 16), a(2, 3, 24))),
+        (a(1, 4, 1, 16), Dense(a(3, 2, 16), a(3, 2, 24))),  # other heads than those of blocks
+        (a(1, 4, 1, 16), Dense(a(1, 2, 16), a(1, 2, 24))),
+        (a(1, 4, 1, 16), Dense(a(2, 2, 8), a(2, 2, 24))),
+        (a(1, 4, 1, 16), Dense(a(2, 2, 16), a(2, 2, 16))),
+        (a(1, 4, 1, 16), Dense(a(2, 0, 16), a(2, 0, 24))),
+        (a(1, 4, 1, 16), Dense(a(2, 16), a(2, 24))),
+        (a(1, 4, 1, 16), Dense(a(2, 2, 16).long(), a(2, 2, 24).long())),
+        (a(1, 4, 1, 16), None),
+        (a(1, 4, 1, 8), Dense(a(2, 2, 16), a(2, 2, 24))),  # query of another dim
+        (a(1, 4, 1, 4096), Dense(a(2, 2, 16), a(2, 2, 24))),
+        (a(1, 3, 1, 16), Dense(a(2, 2, 16), a(2, 2, 24))),  # heads that do not divide
+        (a(2, 4, 1, 16), Dense(a(2, 2, 16), a(2, 2, 24))),  # fewer rows of segments
+        (a(4, 1, 16), Dense(a(2, 2, 16), a(2, 2, 24))),
+        (a(1, 4, 0, 16), Dense(a(2, 2, 16), a(2, 2, 24))),
+        (a(1, 4, 1, 16).long(), Dense(a(2, 2, 16), a(2, 2, 24))),
+        ("query", Dense(a(2, 2, 16), a(2, 2, 24))),
+    ],
+)
+def test_attention_to_what_does_not_fit_is_refused(query, newest):
+    k, v = states()
+    segments = of().segments([of().compress(k[:, :BLOCK], v[:, :BLOCK])])
+    with pytest.raises(CodecError, match="^[^\n]+$"):
+        kvquant.streamed_attention(query, [[*segments, newest]])
+
+
+def test_the_dim_of_values_is_that_of_the_segments():
+    k, v = states()
+    block = of().compress(k[:, :BLOCK], v[:, :BLOCK])
+    query, segments = a(1, 2, 1, k.shape[2]), [of().segments([block])]
+    output = kvquant.streamed_attention(query, segments)
+    assert output.shape == (1, 2, 1, v.shape[2]) != query.shape
+    assert torch.equal(output, kvquant.streamed_attention(query, segments, v.shape[2]))
+    with pytest.raises(CodecError, match=f"^dim: 7; allowed: {v.shape[2]}, "):
+        kvquant.streamed_attention(query, segments, 7)
+    for nothing in ([], [[]]):
+        with pytest.raises(CodecError, match="^segments of "):
+            kvquant.streamed_attention(query, nothing)

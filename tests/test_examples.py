@@ -108,13 +108,13 @@ def test_the_folders_page_names_them_and_they_are_short():
     assert sorted(re.findall(r"^\| \[`(\w+\.py)`\]\(\1\) \|", page, re.MULTILINE)) == SCRIPTS
     for name in SCRIPTS:
         lines = len((EXAMPLES / name).read_text().splitlines())
-        assert lines <= 80 or name == "vllm_offload.py", name  # which measures in processes of its own
+        assert lines <= 90 or name == "vllm_offload.py", name  # which measures in processes of its own
     for name in re.findall(r"\]\(([\w.]+)\)", page):
         assert (EXAMPLES / name).is_file(), name
 
 
 def test_continuous_batching():
-    command = [sys.executable, "-W", "error", EXAMPLES / "continuous_batching.py", "4", "300"]
+    command = [sys.executable, "-W", "error", EXAMPLES / "continuous_batching.py", "--rows", "4", "--longest", "300"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert not done.stderr
     texts, same, least, most = re.fullmatch(

@@ -77,6 +77,19 @@ def test_another_process_resumes(folder, tmp_path):
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=Path(__file__).parent.parent)
 
 
+def test_rows_that_were_one_a_moment_ago_are_saved(folder):
+    model, ids = tiny(), prompt(40)
+    kvquant.enable(model)
+    with opened(folder) as store, torch.no_grad():
+        cache = KVQuantCache.for_model(model, policy(), store=store)
+        model(ids, cache=cache)
+        cache.batch_repeat_interleave(2)
+        cache.save("both")
+        again = KVQuantCache.load(model, "both", store)
+        step = ids[:, :1].repeat(2, 1)
+        assert torch.equal(model(step, cache=again).logits, model(step, cache=cache).logits)
+
+
 def test_a_session_replaces_another_and_leaves_nothing_of_it(folder):
     model, ids = tiny(), prompt(200)
     with opened(folder) as store:

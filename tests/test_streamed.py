@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+import transformers as tf
 
 import kvquant
 from kvquant import KVQuantCache, KVQuantWarning, PrecisionPolicy
@@ -93,6 +94,45 @@ def test_what_cannot_be_streamed_is_decoded_and_told_once():
     plain = KVQuantCache.for_model(model, POLICIES[0])
     feed(model, plain, ids[:, :60], 60)
     assert torch.allclose(hidden, model(input_ids=ids[:, 60:70], attention_mask=odd, cache=plain).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("asked", ["argument", "config"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "qwen2"])
+def test_attention_weights_that_are_wanted_are_given(family, asked):
+    """Not every family tells its attention function that they are."""
+    model, ids = tiny(family), prompt(50)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(ids, output_attentions=True, use_cache=False).attentions
+        model.config.output_attentions = asked == "config"
+        kvquant.enable(model)
+        cache = KVQuantCache.for_model(model, POLICIES[0])
+        model(ids[:, :40], cache=cache)
+        given = {"output_attentions": True} if asked == "argument" else {}
+        with pytest.warns(KVQuantWarning, match="attention weights are wanted"):
+            found = model(ids[:, 40:], cache=cache, **given).attentions
+        assert len(found) == len(expected)
+        for part, whole in zip(found, expected, strict=True):
+            torch.testing.assert_close(part, whole[:, :, 40:], atol=1e-5, rtol=1e-4)
+        assert cache.stats().fallbacks == 2 * len(cache.layers)
+        model(ids[:, :1], cache=cache, output_attentions=False)
+        assert cache.stats().fallbacks == 2 * len(cache.layers)
+
+
+def test_models_that_give_the_mask_by_its_name():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = tf.DogeConfig(vocab_size=97, num_key_value_heads=2, pad_token_id=0, **sizes)
+    torch.manual_seed(0)
+    model, ids = tf.AutoModelForCausalLM.from_config(config).eval(), prompt(60)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        kvquant.enable(model)
+        assert torch.allclose(model(ids, use_cache=False).logits, expected, atol=1e-5)
+        cache = KVQuantCache.for_model(model, POLICIES[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", KVQuantWarning)  # it masks by what keys say
+            found = torch.cat([model(part, cache=cache).logits for part in ids.split(20, dim=1)], dim=1)
+    assert found.shape == expected.shape
 
 
 def gradients(model, policy):

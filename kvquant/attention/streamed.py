@@ -7,7 +7,9 @@ from functools import partial
 
 from torch import Tensor
 
-from ..kernels import Memo, Segment, attend_rows, merge
+from ..codecs.fit import described
+from ..errors import CodecError, shown
+from ..kernels import Dense, Memo, Sealed, Segment, attend_rows, merge
 
 
 def streamed_attention(
@@ -28,11 +30,56 @@ def streamed_attention(
     keys', ``scale`` that of q·k (default ``key dim ** -0.5``); of the scaled product ``softcap · tanh(x / softcap)``
     is taken unless ``softcap`` is 0 (Gemma-2), and ``sinks`` ``[query heads]`` are logits of nothing in the softmax's
     denominator (gpt-oss). Whoever asks about the same segments again keeps a ``memo``. Returns
-    ``[rows, query heads, new, dim]`` in the query's dtype.
+    ``[rows, query heads, new, dim]`` in the query's dtype. Raises `CodecError` for shapes that do not fit together.
     """
-    kv_heads = segments[0][0].heads
+    kv_heads, found = _fitting(query, segments)
+    if dim not in (None, found):
+        raise CodecError(f"dim: {shown(dim)}; allowed: {found}, that of the segments' values, or None")
+    dim = found
     attention = InPortions(query, False, kv_heads, dim, scale=scale, softcap=softcap, sinks=sinks, memo=memo)
     return attention.over([segments])
+
+
+def _fitting(query: Tensor, segments: Sequence[Sequence[Segment]]) -> tuple[int, int]:
+    """Heads of keys and values, and the values' dim, which kernels take on trust. Raises `CodecError`."""
+    if not isinstance(query, Tensor) or query.dim() != 4 or not query.numel() or not query.is_floating_point():
+        raise CodecError(
+            f"query: {described(query)}; allowed: floats [rows, query heads, new, key dim], none of them 0"
+        )
+    rows, heads, _, key_dim = query.shape
+    if len(segments) != rows or not all(segments):
+        raise CodecError(
+            f"segments of {len(segments)} rows; allowed: one or more of each of the {rows} rows asked for"
+        )
+    shapes = set()
+    for segment in (each for row in segments for each in row):
+        if not isinstance(segment, Dense | Sealed):
+            raise CodecError(f"segments: {shown(segment)}; allowed: Dense, or what BlockCompressor.segments gives")
+        shapes.add((segment.heads, *_dims(segment)))
+    kv_heads, found, dim = next(iter(shapes))
+    if len(shapes) > 1 or heads % kv_heads or found != key_dim:
+        told = ", ".join(
+            f"{heads} heads of keys {key} and values {value} wide" for heads, key, value in sorted(shapes)
+        )
+        raise CodecError(
+            f"query {tuple(query.shape)}, segments of {told}; allowed: segments that are alike, of the query's "
+            f"key dim, with heads that divide the query's"
+        )
+    return kv_heads, dim
+
+
+def _dims(segment: Segment) -> tuple[int, int]:
+    """The dims of a segment's keys and values. Raises `CodecError` for tokens that are not."""
+    if isinstance(segment, Sealed):
+        return segment.dims
+    keys, values = segment.keys, segment.values
+    fits = all(isinstance(x, Tensor) and x.dim() == 3 and x.numel() and x.is_floating_point() for x in (keys, values))
+    if not fits or keys.shape[:2] != values.shape[:2]:
+        raise CodecError(
+            f"Dense of keys {described(keys)}, values {described(values)}; allowed: floats [heads, tokens, dim], "
+            f"equal but for dim, none of them 0"
+        )
+    return keys.shape[2], values.shape[2]
 
 
 class InPortions:

@@ -39,6 +39,7 @@ class Calls:
     taken: dict[int, int] = field(default_factory=dict)
     number: int = 0
     streamed: bool | None = None  # whether the pass ends in attention that takes `HeldStates`, None: nobody said
+    weights: bool = False  # whether the pass is to give attention weights, which codes have none of
     _announced: _Announced = _Announced()
     _current: Call | None = None
 
@@ -171,7 +172,7 @@ class Calls:
 
     def fork(self, rows: Rows) -> Calls:
         """The same state over a copy of the rows."""
-        return Calls(rows, dict(self.taken), self.number, self.streamed, _Announced(), self._current)
+        return Calls(rows, dict(self.taken), self.number, self.streamed, self.weights, _Announced(), self._current)
 
     def reset(self) -> None:
         """Forget all rows."""

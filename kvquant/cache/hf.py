@@ -219,7 +219,10 @@ class KVQuantCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor | slice | Sequence[int]) -> None:
-        """Keep the rows ``indices`` (integers, a mask or a slice) only."""
+        """Keep the rows ``indices`` (integers, a mask or a slice) only.
+
+        The batch stays as wide as it was, until the next packed call.
+        """
         self._select(indices)
         for layer in self.foreign():
             layer.batch_select_indices(indices)

@@ -63,8 +63,11 @@ class KVQuantLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         call = self.calls.take(self.index, key_states.shape[0], key_states.shape[2], positions)
         keys, values = self.held.append(key_states, value_states, call)
         if self.segments is not None and self.calls.streamed and (call.past or call.packed):
-            return HeldStates(keys, self.segments), HeldStates(values, self.segments)
-        if self.calls.streamed is not None and call.past:
+            if not self.calls.weights:
+                return HeldStates(keys, self.segments), HeldStates(values, self.segments)
+            for _ in (keys, values):
+                self.watch.decoded("attention weights are wanted (output_attentions)")
+        elif self.calls.streamed is not None and call.past:
             self.watch.fallbacks += 2  # of such a model at every step, which is no news: see `hooks.why_decoded`
         dense = decoded(keys, values)
         return dense[0], dense[1]

@@ -138,13 +138,17 @@ def _announce(
         cache = outer.self_attention_cache
     if not isinstance(cache, KVQuantCache):
         return None
+    wanted = given.get("output_attentions")
+    cache.calls.weights = bool(getattr(module.config, "output_attentions", False) if wanted is None else wanted)
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
     shaped = ids if isinstance(ids, Tensor) else embeds
     if cache.calls.packing is not None:
         own = ids if isinstance(ids, Tensor) and _is_of(cache, module) else None
         try:
             dtype = _mask_dtype(names, module, outer)
-            return (), given | of_packed_call(cache, given, own, shaped, _streams(module), dtype)
+            added = of_packed_call(cache, given, own, shaped, _streams(module), dtype)
+            _check_frequencies(module.config, added["position_ids"], cache)
+            return (), given | added
         except Exception:
             cache.calls.forget_packing()
             raise
@@ -174,8 +178,10 @@ def _mask_dtype(names: tuple[str, ...], decoder: Any, cache: Any) -> torch.dtype
     why = ""
     if isinstance(cache, EncoderDecoderCache):
         why = "an encoder-decoder reads one input a row"
-    elif "position_ids" not in names or getattr(decoder.config, "alibi", False):
+    elif "position_ids" not in names or getattr(decoder.config, "alibi", False) or _pads_positions(decoder):
         why = f"{type(decoder).__name__} counts positions itself"
+    elif "local" in getattr(decoder.config, "attention_layers", ()):
+        why = f"{type(decoder).__name__} has windows of its own, over columns"
     elif _attention(decoder) not in {*_ATTENTION, *_ATTENTION.values()}:
         why = f"attention is {_attention(decoder)!r} where 'sdpa' or 'eager' would do"
     elif cache.foreign() and not _streams(decoder):
@@ -183,3 +189,21 @@ def _mask_dtype(names: tuple[str, ...], decoder: Any, cache: Any) -> torch.dtype
     if why:
         raise UnsupportedError(f"packed rows: {why}; give a batch with left padding")
     return torch.bool if "eager" not in _attention(decoder) else decoder.dtype
+
+
+def _pads_positions(decoder: Any) -> bool:
+    """Whether positions begin after that of padding, as RoBERTa's do."""
+    table = getattr(getattr(decoder, "embeddings", None), "position_embeddings", None)
+    return getattr(table, "padding_idx", None) is not None
+
+
+def _check_frequencies(config: Any, positions: Tensor, cache: KVQuantCache) -> None:
+    """`UnsupportedError` for rows of one call that RoPE would turn by frequencies of the longest."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    several = cache.calls.packing is None and bool((positions[0].diff() != 1).any())
+    if several and rope.get("rope_type") in ("dynamic", "longrope") and int(positions.max()) >= limit:
+        raise UnsupportedError(
+            f"packed rows: {rope['rope_type']} RoPE turns all of a call as its longest row needs, here beyond {limit} "
+            f"tokens; give such a row a call of its own"
+        )

@@ -170,7 +170,8 @@ def _save_blocks(cache: KVQuantCache, store: TieredStore, generation: bytes, slo
         blocks = blocks_of(layer.held)
         tensors: dict[str, Tensor] = {}
         for which, side in zip(("key", "value"), layer.held.sides, strict=True):
-            tensors |= {f"{which}.tail.{row}": tail.tokens for row, tail in enumerate(side.tails)}
+            # Rows that were one a moment ago share a tail, which the format does not take.
+            tensors |= {f"{which}.tail.{row}": tail.tokens.clone() for row, tail in enumerate(side.tails)}
             tensors |= {f"{which}.sinks.{n}": side.sinks[slot] for n, slot in enumerate(slots) if slot in side.sinks}
         for number, slot in enumerate(slots) if layer.columns else ():
             payload, tag = blocks.stored(slot)

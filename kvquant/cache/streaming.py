@@ -144,8 +144,14 @@ class HeldStates(Tensor):
         return decoded(self.held)[0]
 
 
-def attend(plain: Plain, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
-    """What transformers calls as a layer's attention: streamed where it can be, else ``plain`` on decoded states."""
+def attend(
+    plain: Plain, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **given: Any
+) -> Any:
+    """What transformers calls as a layer's attention: streamed where it can be, else ``plain`` on decoded states.
+
+    Named as there, since some models give the mask by its name.
+    """
+    mask = attention_mask
     if isinstance(key, WindowStates) and isinstance(value, WindowStates):
         return attend_windows(plain, module, query, key, value, given), None
     if not (isinstance(key, HeldStates) and isinstance(value, HeldStates)):
@@ -229,8 +235,6 @@ def _obstacle(query: Tensor, key: HeldStates, value: HeldStates, mask: Any, give
         return "gradients are wanted"
     if given.get("dropout"):
         return "attention weights are dropped out"
-    if given.get("output_attentions"):
-        return "attention weights are wanted (output_attentions)"
     if given.get("position_bias") is not None:
         return "the model adds a bias by position to its scores"
     if key.segments.bias and not all(row.in_order for row in call.rows):

@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import kvquant
@@ -283,9 +284,37 @@ def test_models_that_cannot():
     cache.begin(cu_seqlens=[0, 2, 5])
     with torch.no_grad(), pytest.raises(UnsupportedError, match="BloomModel counts positions itself"):
         model(prompt(5), cache=cache)
+    for kind, told in (
+        ("GPTNeo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}),
+        ("Roberta", {"is_decoder": True, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}),
+        ("XLMRoberta", {"is_decoder": True, "num_hidden_layers": 2, "num_attention_heads": 4}),
+        ("Data2VecText", {"is_decoder": True, "num_hidden_layers": 2, "num_attention_heads": 4}),
+    ):
+        config = getattr(tf, f"{kind}Config")(vocab_size=97, hidden_size=64, pad_token_id=1, bos_token_id=0, **told)
+        model = tf.AutoModelForCausalLM.from_config(config).eval()
+        kvquant.enable(model)
+        cache = KVQuantCache.for_model(model, POLICIES["fp16"])
+        cache.begin(cu_seqlens=[0, 2, 5])
+        with torch.no_grad(), pytest.raises(UnsupportedError, match="counts positions itself|windows of its own"):
+            model(prompt(5), cache=cache)
+        assert cache.calls.packing is None
     model = enabled()
     cache = KVQuantCache.for_model(model, POLICIES["fp16"])
     cache.begin(cu_seqlens=[0, 2, 5])
     with torch.no_grad(), pytest.raises(UnsupportedError, match="an encoder-decoder reads one input a row"):
         model(prompt(5), cache=EncoderDecoderCache(cache, DynamicCache()))
     assert cache.calls.packing is None
+
+
+def test_frequencies_that_follow_the_longest_row():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = tiny(rope_parameters=rope, max_position_embeddings=32)
+    kvquant.enable(model)
+    pair = Pair(model, POLICIES["fp16"])
+    pair.step([20, 12])  # which the model has frequencies for
+    pair.step([5, 7])
+    pair.cache.begin(cu_seqlens=[0, 10, 11])
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="dynamic RoPE .* beyond 32 tokens; give such a row a"):
+        model(prompt(11), cache=pair.cache)
+    pair.step([10], [0])
+    pair.step([1], [1])
