@@ -113,6 +113,7 @@ def tune(
         from .display import print_rows, progress, stages
         from .files import to_json
         from .tuning.command import Options, Talk, run
+        from .tuning.outputs import told
 
         options = Options(
             goal=goal,
@@ -133,11 +134,12 @@ def tune(
         outcome = run(options, context.obj or ["tune"], talk)
     if json:
         sys.stdout.write(to_json(outcome.document()))
-    elif out is None:
+    elif options.out is None:
         sys.stdout.write(outcome.yaml)
         print_rows(console, outcome.solution.rows)
     else:
-        print_rows(Console(), outcome.solution.rows)
+        print_rows(screen := Console(), outcome.solution.rows)
+        screen.print(told(options.out, outcome.solution), markup=False, highlight=False, soft_wrap=True)
     return EXIT_ROWS if outcome.solution.broken else EXIT_OK
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import threading
 
 import pytest
 import torch
 
 from kvquant import PrecisionPolicy, TieredStore, get_codec, preset_names
-from kvquant.errors import CodecError, FormatError, PolicyError, StoreError, UnsupportedError
+from kvquant.errors import CodecError, FormatError, KVQuantWarning, PolicyError, StoreError, UnsupportedError
 from kvquant.integrations import lmcache, sglang
 from kvquant.integrations.chunks import ChunkCodec, ChunkShape, fitted
 from kvquant.integrations.chunkstore import ChunkStore
@@ -302,8 +303,51 @@ def test_settings_name_what_is_allowed():
         StoreSettings.read({"policy": "nope"}).load_policy("at.")
     with pytest.raises(PolicyError, match=r"^at\.policy: "):
         StoreSettings.read({"policy": {1: 2}}).load_policy("at.")
-    with pytest.raises(StoreError, match=r"^at\.no tier: give at least one of"):
-        StoreSettings.read({}).open_store(place="at.")
+    tier = r"no tier: give host_budget, or disk_budget and disk_path$"
+    both = r"disk_budget and disk_path go together: give both, or neither$"
+    for given, message in (
+        ({}, tier),
+        ({"host_budget": 0, "disk_path": "x"}, tier),
+        ({"disk_budget": "1MiB"}, both),
+        ({"host_budget": "1MiB", "disk_path": "x"}, both),
+    ):
+        with pytest.raises(StoreError, match=f"^at: {message}"):
+            StoreSettings.read(given).open_store(place="at.")
+        with pytest.raises(StoreError, match=f"^{message}"):
+            StoreSettings.read(given).open_store()
+    with pytest.raises(StoreError, match=r"^at\.disk_path: '/dev/null': no folder for a store "):
+        StoreSettings.read({"disk_budget": "1MiB", "disk_path": "/dev/null"}).open_store(place="at.")
+    with pytest.raises(StoreError, match=r"^at\.host_budget: 3 bytes hold nothing"):
+        StoreSettings.read({"host_budget": 3}).open_store(place="at.")
+    for path in ("", " ", "~nobody-of-this-name/kv"):
+        with pytest.raises(StoreError, match=r"^at\.disk_path: '.*'.*; allowed: a folder$"):
+            StoreSettings.read({"disk_budget": "1MiB", "disk_path": path}).open_store("rank0", place="at.")
+
+
+def test_a_disk_path_may_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    StoreSettings(disk_budget="1MiB", disk_path="~/kv").open_store("rank0").close()
+    assert (tmp_path / "kv" / "rank0" / "lock").exists()
+
+
+def test_a_codec_whose_library_is_missing_is_refused_at_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
+    with pytest.raises(UnsupportedError, match=r"^at\.policy: 'nf4': nf4/.*: ModuleNotFoundError: .*; allowed: "):
+        StoreSettings(policy="nf4").load_policy("at.")
+
+
+def test_unforeseen_failures_are_counted_and_told_once(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no\nluck")
+
+    chunks = ChunkStore(TieredStore(host_budget="1MiB"), codec_of(layers=1), {})
+    with chunks.store:
+        monkeypatch.setattr(chunks.codec, "encode", fail)
+        keys = torch.zeros(1, 1, 128, 64)
+        with pytest.warns(KVQuantWarning, match="^kvquant: chunks are not stored: RuntimeError: no luck$"):
+            assert not chunks.put("a", keys, keys)
+        assert not chunks.put("b", keys, keys)
+        assert chunks.stats().refused == 2
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,6 +65,11 @@ def run(options: Options, arguments: Sequence[str], talk: Talk) -> Outcome:
     """
     known = None if options.source is None else read(options.source)
     _check(options, known)
+    with nullcontext() if options.out is None else outputs.prepared(options.out):
+        return _found(options, known, shlex.join(["kvquant", *arguments]), talk)
+
+
+def _found(options: Options, known: Sensitivity | None, command: str, talk: Talk) -> Outcome:
     if options.model is None:
         assert known is not None
         solution = solved(options, known)
@@ -72,7 +77,6 @@ def run(options: Options, arguments: Sequence[str], talk: Talk) -> Outcome:
         from .calibrate import calibrated  # loads transformers
 
         solution = calibrated(options, known, talk)
-    command = shlex.join(["kvquant", *arguments])
     outcome = Outcome(
         command=command,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -134,5 +138,3 @@ def _check(options: Options, known: Sensitivity | None) -> None:
         PrecisionPolicy(name=options.name, default={"key": "fp16", "value": "fp16"})
     except KVQuantError as error:
         raise InputError(f"--out: {options.out}: the policy's {error}") from error
-    if options.out is not None:
-        outputs.prepare(options.out)

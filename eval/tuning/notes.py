@@ -30,7 +30,8 @@ def header(solution: Solution, command: str) -> list[str]:
         "",
         f"Of each entry: its layers' ranks by KL at {TYPICAL_BITS} bits or the nearest, 1 the most sensitive; what "
         "they add to KL,",
-        "by all that was measured; what the next codecs worth their bytes would change, in KL and in all bytes.",
+        "by all that was measured; what the next codecs worth their bytes would change, in KL as predicted and in all "
+        "bytes.",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvquant import PrecisionPolicy
@@ -11,7 +12,7 @@ from kvquant.tuner.footprint import ROLES
 from ..errors import InputError, printable
 from ..files import prepare_folder, replace_file, to_json
 from ..markdown import provenance, rows_table, table
-from ..options import make_writable
+from ..options import format_context, make_writable
 from .explain import bits, choices
 from .notes import DEFAULT, header, layer_notes
 from .solution import Outcome, Solution
@@ -30,6 +31,21 @@ def is_tuned(text: str) -> bool:
 def folder_of(path: Path) -> Path:
     """The folder beside a policy."""
     return path.with_suffix("")
+
+
+@contextmanager
+def prepared(path: Path) -> Iterator[None]:
+    """As `prepare`; what fails or is interrupted within leaves none of the folders that were made and are empty."""
+    folder = folder_of(path)
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        prepare(path)
+        yield
+    except BaseException:
+        for each in made:
+            with suppress(OSError):  # it holds something, or was not made
+                each.rmdir()
+        raise
 
 
 def prepare(path: Path) -> None:
@@ -67,6 +83,18 @@ def write(path: Path, outcome: Outcome) -> None:
             replace_file(file, data)
     except OSError as error:
         raise InputError(f"--out: {path}: {error.strerror or error}") from error
+
+
+def told(path: Path, solution: Solution) -> str:
+    """What was written where, in a line: the policy's bytes, whatever calls bring the text, and its KL."""
+    footprint = solution.sensitivity.candidates.footprint
+    measured = "not measured" if solution.measured is None else f"measured {solution.measured:.3g}"
+    whole = footprint.baseline / 2**20
+    return printable(
+        f"{path} written: at most {solution.ratio:.4f} of the 16-bit bytes ({solution.ratio * whole:.4g} of "
+        f"{whole:.4g} MiB at {format_context(footprint.context)}), KL predicted {solution.predicted:.3g}, {measured}; "
+        f"see {folder_of(path)}"
+    )
 
 
 def commented(solution: Solution, command: str) -> str:

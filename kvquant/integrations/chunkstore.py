@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from ..errors import CodecError, FormatError, StoreError
+from ..errors import CodecError, FormatError, KVQuantError, KVQuantWarning, StoreError
 from ..store.base import StoreStats
 from ..store.tiered import TieredStore
 from .chunks import ChunkCodec, ChunkShape
@@ -24,8 +25,8 @@ class ChunkStats:
     """What was done with chunks, and ``store``, what the store below has done.
 
     ``raw_bytes`` are those of stored chunks before they were encoded, ``stored_bytes`` after. ``refused`` were not
-    stored: there was no room, or values were not finite. ``damaged`` were found, but not as they were written, and
-    count as ``misses`` too.
+    stored: there was no room, values were not finite, or a warning says why. ``damaged`` were found, but not as they
+    were written, and count as ``misses`` too.
     """
 
     stored: int = 0
@@ -58,6 +59,7 @@ class ChunkStore:
         self._seed = json.dumps(whole, sort_keys=True).encode()
         self._lock = threading.Lock()
         self._counts = dict.fromkeys((field.name for field in fields(ChunkStats) if field.name != "store"), 0)
+        self._warned: set[type[Exception]] = set()
         self._pins: dict[bytes, list[ExitStack]] = {}
 
     def name(self, key: str) -> bytes:
@@ -75,8 +77,24 @@ class ChunkStore:
         except (StoreError, CodecError):
             self._count(refused=1)
             return False
+        except Warning:  # where they are errors
+            raise
+        except Exception as error:  # engines put in threads of theirs, where it would be lost
+            self.refuse(error)
+            return False
         self._count(stored=1, raw_bytes=keys.nbytes + values.nbytes, stored_bytes=len(data))
         return True
+
+    def refuse(self, error: Exception) -> None:
+        """Count a chunk that was not stored for an unforeseen reason; the first of each kind is warned of."""
+        self._count(refused=1)
+        with self._lock:
+            known = type(error) in self._warned
+            self._warned.add(type(error))
+        if not known:
+            kind = "" if isinstance(error, KVQuantError) else f"{type(error).__name__}: "
+            why = " ".join(str(error).split())
+            warnings.warn(f"kvquant: chunks are not stored: {kind}{why}", KVQuantWarning, stacklevel=2)
 
     def load(self, key: str) -> Chunk | None:
         """What is stored under a key, not yet verified, or None."""

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from ..errors import KVQuantError, KVQuantWarning, StoreError, UnsupportedError, shown
+from ..errors import KVQuantWarning, StoreError, UnsupportedError, shown
 from .chunks import ChunkCodec, ChunkShape
 from .chunkstore import ChunkStats, ChunkStore
 from .lmcache_serde import CLASSES, SERVED, create_serde, made, only_tensor, register, sides
@@ -129,8 +129,10 @@ class _Backend:
         try:
             keys, values = sides(only_tensor(obj), obj.get_memory_format().name, self._heads, self._dim)
             stored = self.chunks.put(key.to_string(), keys, values, first_layer=getattr(key, "layer_id", 0))
-        except KVQuantError as error:
-            _warn(f"not stored: {error}")
+        except Warning:  # where they are errors
+            raise
+        except Exception as error:  # in this thread it would be lost
+            self.chunks.refuse(error)
         finally:
             obj.ref_count_down()
             with self._lock:

@@ -81,6 +81,7 @@ def test_a_policy_and_its_folder(place: Path) -> None:
         "(budget 0.5)",
         "measured",
         "# on held-out text: KL",
+        "in KL as predicted and in all bytes.",
         "rank 1 of 4",
     ):
         assert said in text
@@ -123,7 +124,12 @@ def test_rows_are_of_the_policy_and_the_presets_on_held_out_text(place: Path) ->
 def test_another_budget_needs_no_model(place: Path, capsys: Capture, tmp_path: Path) -> None:
     source = str(place / "made" / "sensitivity.json")
     assert main(["tune", "--from", source, "--budget", "0.3", "--out", str(tmp_path / "small.yaml")]) == 0
-    assert "small at 1K: skipped: not measured: no --model" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "small at 1K: skipped: not measured: no --model" in out
+    (line,) = [line for line in out.splitlines() if line.startswith(f"{tmp_path / 'small.yaml'} written: ")]
+    row = json.loads((tmp_path / "small" / "rows.json").read_text())["rows"][0]
+    assert f"at most {row['kv_ratio']:.4f} of the 16-bit bytes (" in line
+    assert f"MiB at 1K), KL predicted {row['predicted']:.3g}, not measured; see {tmp_path / 'small'}" in line
     assert {file.name for file in (tmp_path / "small").iterdir()} == FILES
     assert PrecisionPolicy.load(tmp_path / "small.yaml").name == "small"
     assert main(["tune", "--from", source, "--max-kl", "0.01", "--json"]) == 0
@@ -263,9 +269,13 @@ def test_a_text_whose_name_is_half_a_character(place: Path, tmp_path: Path) -> N
     assert PrecisionPolicy.load(out).name == "made"
 
 
-def test_what_loses_nothing_is_written_too(place: Path, tmp_path: Path) -> None:
+def test_what_loses_nothing_is_written_too(place: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "made.yaml"
     assert tune(place, "--max-kl", "1", "--no-verify", "--out", str(out), codecs="fp16") == 0
+    told = capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "made" / "rows.json").read_text())["rows"]
+    assert f"{out} written: at most {row['kv_ratio']:.4f} of the 16-bit bytes (" in told
+    assert "KL predicted 0, measured 0; see " in told
     assert not PrecisionPolicy.load(out).layers
 
 
@@ -316,9 +326,22 @@ def test_files_of_others_are_not_replaced(place: Path, capsys: Capture, tmp_path
         assert main([*source, "--out", str(tmp_path / "new.yaml")]) == 0
 
 
+def test_what_is_refused_leaves_no_folder(place: Path, capsys: Capture, tmp_path: Path) -> None:
+    source = ["tune", "--from", str(place / "made" / "sensitivity.json"), "--budget", "0.05", "--out"]
+    assert main([*source, str(tmp_path / "new" / "f01.yaml")]) == 2
+    _one_complaint(capsys, "allowed: 0.1")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mine").mkdir()  # was there before
+    assert main([*source, str(tmp_path / "mine.yaml")]) == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+    (tmp_path / "sealed").write_text("no folder")
+    assert main([*source, str(tmp_path / "sealed" / "f01.yaml")]) == 2
+
+
 def test_ctrl_c_is_short(place: Path) -> None:
     command = [sys.executable, "-m", "kvquant_eval", "tune", "--model", str(place / "model"), "--budget", "0.5"]
     command += ["--text", str(place / "text.txt"), "--context", "1K", "--score-tokens", "256", "--minutes", "5"]
+    command += ["--out", str(place / "stopped.yaml")]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -335,6 +358,7 @@ def test_ctrl_c_is_short(place: Path) -> None:
     assert process.returncode == 130
     assert out == ""
     assert err.splitlines()[-1] == "kvquant: interrupted"
+    assert not [*place.glob("stopped*")]
 
 
 def _one_complaint(capsys: Capture, says: str) -> None:

@@ -342,10 +342,11 @@ def test_a_layout_that_cannot_be_served_is_not_stored(open_engine):
     engine = open_engine()
     obj = engine.manager.allocate(SHAPE, torch.bfloat16, MemoryFormat.KV_MLA_FMT)
     (future,) = engine.backend.batched_submit_put_task([key_of(1)], [obj])
-    with pytest.raises(KVQuantWarning, match="not stored: chunk KV_MLA_FMT"):  # in tests, warnings are errors
+    with pytest.raises(KVQuantWarning, match="are not stored: chunk KV_MLA_FMT"):  # in tests, warnings are errors
         future.result()
     assert obj.get_ref_count() == 1
     assert not engine.backend.exists_in_put_tasks(key_of(1))
+    assert engine.backend.stats().refused == 1
 
 
 @pytest.mark.parametrize(
@@ -357,7 +358,7 @@ def test_a_layout_that_cannot_be_served_is_not_stored(open_engine):
         ({"tenant": True}, {}, r"^storage_plugin\.mine\.tenant: True; allowed: text$"),
         ({"host_budget": "much"}, {}, r"^storage_plugin\.mine\.host_budget: 'much'; allowed: bytes"),
         ({"host_budget": None}, {}, r"host_budget: None; allowed: a whole number or text"),
-        ({"disk_budget": "1MiB"}, {}, r"^storage_plugin\.mine\.disk_path and disk_budget go together"),
+        ({"disk_budget": "1MiB"}, {}, r"^storage_plugin\.mine: disk_budget and disk_path go together"),
         ({}, {"role": "scheduler"}, r"role 'scheduler'; allowed: workers"),
         ({}, {"use_mla": True}, r"MLA or enable_blending; allowed: keys and values"),
     ],

@@ -76,7 +76,7 @@ def test_versions():
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({}, "no tier: give at least one of"),
+        ({}, "^kv_connector_extra_config: no tier: give host_budget, or disk_budget and"),
         ({"policy": ""}, "neither a file nor a preset"),
         ({"policy": 4}, "policy: 4; allowed: text or a mapping"),
         ({"policy": ["int4"]}, "policy: .*; allowed: text or a mapping"),
@@ -88,15 +88,18 @@ def test_versions():
         ({"policy": "int4", 5: "x"}, "allowed: policy, host_budget"),
         ({"policy": "int4", "tenant": 7}, "tenant: 7; allowed: text"),
         ({"policy": "int4", "disk_path": 7}, "disk_path: 7; allowed: text"),
-        ({"policy": "int4"}, "no tier: give at least one of"),
+        ({"policy": "int4"}, "^kv_connector_extra_config: no tier: give host_budget, or disk_budget and"),
         ({"policy": "int4", "host_budget": "lots"}, "host_budget: 'lots'; allowed: bytes"),
         ({"policy": "int4", "host_budget": -1}, "host_budget: -1; allowed: bytes"),
         ({"policy": "int4", "host_budget": True}, "host_budget: True; allowed: a whole number or text"),
         ({"policy": "int4", "host_budget": {}}, "host_budget: {}; allowed: a whole number or text"),
         ({"policy": "int4", "host_budget": "1e400GiB"}, "host_budget: .*; allowed: bytes"),
         ({"policy": "int4", "host_budget": 3}, "host_budget: 3 bytes hold nothing"),
-        ({"policy": "int4", "disk_budget": "1GiB"}, "disk_path and disk_budget go together"),
-        ({"policy": "int4", "disk_path": "/tmp/x"}, "no tier|disk_path and disk_budget go together"),
+        (
+            {"policy": "int4", "disk_budget": "1GiB"},
+            "^kv_connector_extra_config: disk_budget and disk_path go",
+        ),
+        ({"policy": "int4", "disk_path": "/tmp/x"}, "^kv_connector_extra_config: no tier: "),
         ({"policy": "int4", "host_budget": "1GiB", "block_size": 64}, "block_size: 64; allowed: none, or"),
     ],
 )
