@@ -29,6 +29,22 @@ def test_what_tells_weights_apart(tmp_path):
     assert weights_fingerprint(str(tmp_path / "copy")) == known
 
 
+def test_a_single_byte_tells_weights_apart(tmp_path):
+    file, known = tmp_path / "a" / "model.safetensors", save(tmp_path / "a", rows=20000)
+    size = file.stat().st_size
+    for place in (size // 3, size // 2 + 4097, size - 1):
+        with file.open("r+b") as opened:
+            opened.seek(place)
+            byte = opened.read(1)[0]
+            opened.seek(place)
+            opened.write(bytes([byte ^ 1]))
+        assert weights_fingerprint(str(file.parent)) != known
+        with file.open("r+b") as opened:
+            opened.seek(place)
+            opened.write(bytes([byte]))
+    assert weights_fingerprint(str(file.parent)) == known
+
+
 def test_no_weights(tmp_path):
     for model in (str(tmp_path), "nobody/has-this-model", "no name: " + "x" * 300, "", "../.."):
         assert weights_fingerprint(model) is None
