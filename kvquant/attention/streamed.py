@@ -35,8 +35,7 @@ def streamed_attention(
     kv_heads, found = _fitting(query, segments)
     if dim not in (None, found):
         raise CodecError(f"dim: {shown(dim)}; allowed: {found}, that of the segments' values, or None")
-    dim = found
-    attention = InPortions(query, False, kv_heads, dim, scale=scale, softcap=softcap, sinks=sinks, memo=memo)
+    attention = InPortions(query, False, kv_heads, found, scale=scale, softcap=softcap, sinks=sinks, memo=memo)
     return attention.over([segments])
 
 
@@ -93,7 +92,7 @@ class InPortions:
         query: Tensor,
         several: bool,
         kv_heads: int,
-        dim: int | None = None,
+        dim: int,
         *,
         scale: float | None = None,
         softcap: float = 0.0,
@@ -101,7 +100,6 @@ class InPortions:
         memo: Memo | None = None,
     ) -> None:
         rows, heads, new, key_dim = query.shape
-        dim = key_dim if dim is None else dim
         scale = key_dim**-0.5 if scale is None else scale
         folded = query.reshape(rows, kv_heads, heads // kv_heads * new, key_dim)
         if sinks is not None:

@@ -151,19 +151,18 @@ def attend(
 
     Named as there, since some models give the mask by its name.
     """
-    mask = attention_mask
     if isinstance(key, WindowStates) and isinstance(value, WindowStates):
         return attend_windows(plain, module, query, key, value, given), None
     if not (isinstance(key, HeldStates) and isinstance(value, HeldStates)):
-        return plain.attend(module, query, key, value, solid_mask(mask), **given)
-    if why := _obstacle(query, key, value, mask, given):
-        return plain.attend(module, query, key.decode(why), value.decode(why), solid_mask(mask), **given)
+        return plain.attend(module, query, key, value, solid_mask(attention_mask), **given)
+    if why := _obstacle(query, key, value, attention_mask, given):
+        return plain.attend(module, query, key.decode(why), value.decode(why), solid_mask(attention_mask), **given)
     segments, keys, values = key.segments, key.held, value.held
     if keys.call.packed:
         return attend_packed(plain, module, query, segments, keys, values, given), None
     if segments.bias and decoding_pays(query.shape[1] // key.shape[1] * query.shape[2]):
         # What biases add to the scores of so many queries takes more memory than keys do.
-        return plain.attend(module, query, *decoded(keys, values), mask, **given)
+        return plain.attend(module, query, *decoded(keys, values), attention_mask, **given)
     several, read = segments.layer.blocks.read(keys.call)
     portions = segments.of(read, keys, values, [*query])
     output = InPortions(query, several, memo=segments.memo, **_how(segments, keys, values, given)).over(portions)
